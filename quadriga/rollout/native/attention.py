@@ -15,7 +15,7 @@ the largest group, T tokens of a response that there is room for, t tokens of th
 H query heads, K key-value heads, G = H / K, D head size, N packed tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from typing import Any, TypeAlias
 
@@ -87,10 +87,11 @@ class PrefixCache:
         self.keys[layer][places] = key
         self.values[layer][places] = value
 
-    def keep(self, places: Sequence[int]) -> None:
-        """Drop all prefixes except those at the indices `places`."""
+    def keep(self, needed: Collection[Any]) -> None:
+        """Drop all prefixes that are not in `needed`."""
+        places = [place for place, prefix in enumerate(self.prefixes) if prefix in needed]
         # Usually all prefixes stay, and nothing has to be copied.
-        if list(places) == list(range(len(self.prefixes))):
+        if len(places) == len(self.prefixes):
             return
         self.prefixes = [self.prefixes[place] for place in places]
         if self.last_hidden is None:
@@ -151,7 +152,6 @@ class ResponseCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         # State of the current step.
-        self._num_slots = 0
         self._length = 0  # tokens of each slot that attention reads
         self._written = torch.empty(0)  # [R], tokens that each slot holds
         self._rows: Tensor | None = None  # rows that the new tokens are written to; see `write`
@@ -194,7 +194,6 @@ class ResponseCache:
             written: [R] int64, tokens that each slot holds before the step.
             length: tokens of each slot that attention reads, the new one included.
         """
-        self._num_slots = len(written)
         self._length = length
         self._written = written
         self._rows = None
@@ -227,10 +226,8 @@ class ResponseCache:
         Returns:
             The keys and the values of all tokens so far, views [R, K, t, D].
         """
-        num_heads = key.shape[1]
-        head_size = key.shape[3]
+        num_slots, num_heads, _, head_size = key.shape
         keys, values = self.layer_memory(layer, value)
-        num_slots = self._num_slots
         if self._rows is None:
             # Row of each slot and head in [C * K * T, D], the same for all layers of a step.
             heads = torch.arange(num_slots * num_heads, device=key.device)
@@ -500,8 +497,8 @@ class DecodePlan:
         if window is None:
             return self.prefix_mask, self.mask
         # Positions of the new tokens in their sequences.
-        lengths = [self.lengths[place] for place in self.places]
-        positions = [length + count for length, count in zip(lengths, self.written, strict=True)]
+        pairs = zip(self.places, self.written, strict=True)
+        positions = [self.lengths[place] + count for place, count in pairs]
         # Nothing is hidden while all sequences are shorter than the window.
         if max(positions) < window:
             return self.prefix_mask, self.mask
@@ -533,7 +530,7 @@ class DecodePlan:
         """
         columns = torch.arange(width, device=self.device)
         distances = torch.tensor(positions, device=self.device)[:, None] - columns
-        mask = torch.zeros(len(positions), width, device=self.device)
+        mask = torch.zeros(distances.shape, device=self.device)
         return mask.masked_fill_(distances >= window, HIDDEN)
 
     def _padding_mask(self, lengths: Sequence[int], width: int) -> Tensor | None:
