@@ -475,7 +475,7 @@ class HTTPEngine(RolloutEngine):
                     got = f"{len(server_ids)} other tokens of a prompt with images"
                 raise RolloutError(
                     client.where,
-                    got=got,
+                    got,
                     expected=f"the {len(chat_ids)} of the data",
                     fix="Use vLLM's server with the model's own tokenizer and the sizes of"
                     " data.mm_processor_kwargs.",
@@ -696,7 +696,7 @@ class ServedScorer:
                 if num_top:
                     expected += f" and the {num_top} likeliest"
                 got = f"{len(log_probs)} tokens at place {place}"
-                raise RolloutError(client.where, got=got, expected=expected, fix=fix)
+                raise RolloutError(client.where, got, expected, fix)
             scores.append((log_probs[tokens[place]], top))
         return scores
 

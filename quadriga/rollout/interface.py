@@ -163,7 +163,7 @@ class Completion:
         if not least <= length <= max_tokens or length != len(self.log_probs):
             got = f"{length} tokens with {len(self.log_probs)} log-probabilities"
             expected = f"{least} to {max_tokens} tokens, each with a log-probability"
-            raise RolloutError(where, got=got, expected=expected)
+            raise RolloutError(where, got, expected)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -519,13 +519,13 @@ class RolloutEngine(WeightTarget, ABC):
             raise RolloutError(where, got="an engine that is asleep", fix="Call wake() first.")
         if self.has_dropped_weights:
             got = "an engine that dropped its weights in its sleep"
-            raise RolloutError(where, got=got, fix="Publish the weights after its sleep.")
+            raise RolloutError(where, got, fix="Publish the weights after its sleep.")
         if self.weight_version < 0:
             fix = "Load a complete set of weights after the error of the last load."
             raise RolloutError(where, got="weights that were not loaded completely", fix=fix)
         if len(prompts) != len(sampling):
             got = f"{len(prompts)} prompts and {len(sampling)} sampling parameters"
-            raise RolloutError(where, got=got, expected="one for each prompt")
+            raise RolloutError(where, got, expected="one for each prompt")
         for row, prompt in enumerate(prompts):
             if len(prompt) == 0:
                 raise RolloutError(

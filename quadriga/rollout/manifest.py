@@ -113,4 +113,4 @@ class Manifest:
         if missing:
             got = f"a stream without {len(missing)} of {len(self.shapes)} weights"
             got += f": {name_some(missing)}"
-            raise WeightSyncError("rollout weights", got=got, expected="every weight of the model")
+            raise WeightSyncError("rollout weights", got, expected="every weight of the model")

@@ -120,8 +120,7 @@ def sample(logits: Tensor, rules: SamplingRules, uniforms: Tensor) -> tuple[Tens
         Token ids [R] int64; their log-probabilities [R] float32 before top-k, top-p and min-p; and
         those after these filters, which are 0 for greedy rows: no other token was possible.
     """
-    if rules.is_greedy is not None:
-        likeliest = logits.argmax(-1)
+    likeliest = None if rules.is_greedy is None else logits.argmax(-1)
     if rules.temperature is not None:
         logits.div_(rules.temperature)
     # Looking up the maximum spares another pass over the logits.
@@ -140,11 +139,11 @@ def sample(logits: Tensor, rules: SamplingRules, uniforms: Tensor) -> tuple[Tens
         filtered = odds.masked_fill(odds < threshold, 0.0)
         filtered_sums = _block_sums(filtered)
 
-    if rules.all_greedy:
+    if likeliest is not None and rules.all_greedy:
         tokens = likeliest
     else:
         tokens = _draw(filtered, filtered_sums, uniforms)
-        if rules.is_greedy is not None:
+        if likeliest is not None and rules.is_greedy is not None:
             tokens = torch.where(rules.is_greedy, likeliest, tokens)
 
     token_odds = odds.gather(1, tokens[:, None])[:, 0].double()

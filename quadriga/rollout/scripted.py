@@ -155,7 +155,7 @@ class ScriptedEngine(RolloutEngine):
         token_ids = [int(token) for token in response]
         if not token_ids:
             got = "a response without a token"
-            raise RolloutError("scripted", got=got, expected="at least one token")
+            raise RolloutError("scripted", got, expected="at least one token")
         return token_ids
 
     def _next_response(self, prompt: list[int]) -> CannedResponse:

@@ -8,7 +8,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,10 +98,10 @@ def requests_of(
     """
     padded_rows = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
     token_ids = [ids[mask.bool()].tolist() for ids, mask in padded_rows]
-    seeds = sequence_seeds(prompts, seed)
     limit = config.max_model_len
     requests = []
-    for row, (ids, row_seed) in enumerate(zip(token_ids, seeds, strict=True)):
+    for row, row_seed in enumerate(sequence_seeds(prompts, seed)):
+        ids = token_ids[row]
         # A long prompt leaves less room for its response.
         max_tokens = response_length
         if limit is not None:
@@ -141,11 +141,11 @@ def batch_of_completions(
     Raises:
         RolloutError: there is not a response for each row, or one does not fit.
     """
-    if len(completions) != len(prompts):
-        got = f"{len(completions)} responses"
-        raise RolloutError("engine", got=got, expected=f"{len(prompts)}, one for each prompt")
+    num_rows = len(completions)
+    if num_rows != len(prompts):
+        got = f"{num_rows} responses"
+        raise RolloutError("engine", got, expected=f"{len(prompts)}, one for each prompt")
     responses = []
-    reasons: Counter[str] = Counter()
     num_tokens = 0
     total_log_prob = 0.0
     for row, completion in enumerate(completions):
@@ -153,7 +153,6 @@ def batch_of_completions(
         length = len(completion.token_ids)
         # The model wrote all tokens of a response, so its mask is 1 everywhere.
         responses.append((completion.token_ids, [1] * length, completion.log_probs))
-        reasons[completion.finish_reason] += 1
         num_tokens += length
         total_log_prob += sum(completion.log_probs)
     batch = append_responses(
@@ -165,12 +164,11 @@ def batch_of_completions(
         versions=[completion.token_versions for completion in completions],
     )
 
-    num_rows = len(completions)
-    unknown_times = (math.nan,) * 3
-    times = [completion.times or unknown_times for completion in completions]
+    times = [completion.times or (math.nan,) * 3 for completion in completions]
     # `view` gives an empty batch its three columns, too.
     batch[TIMES] = torch.tensor(times, dtype=torch.float64).view(num_rows, 3)
     num_prompt_tokens = int(prompts.batch["attention_mask"].sum())
+    reasons = Counter(completion.finish_reason for completion in completions)
     metrics = {
         "rollout/num_prompt_tokens": Metric(num_prompt_tokens, "sum"),
         "rollout/num_response_tokens": Metric(num_tokens, "sum"),
@@ -209,28 +207,22 @@ def append_responses(
     prompt_ids = prompts["input_ids"]
     prompt_mask = prompts["attention_mask"]
     device = prompt_ids.device
-    shape = (len(responses), response_length)
-    # Filled on the CPU, row by row, then moved at once.
-    response_ids = torch.full(shape, pad_token_id, dtype=prompt_ids.dtype)
-    is_token = torch.zeros(shape, dtype=prompt_mask.dtype)
-    response_mask = torch.zeros(shape, dtype=torch.int64)
-    log_probs = torch.zeros(shape)
-    for row, (row_ids, row_mask, row_log_probs) in enumerate(responses):
-        length = len(row_ids)
-        response_ids[row, :length] = torch.tensor(row_ids)
-        is_token[row, :length] = 1
-        response_mask[row, :length] = torch.tensor(row_mask)
-        log_probs[row, :length] = torch.tensor(row_log_probs)
-    response_ids = response_ids.to(device)
-    attention_mask = torch.cat((prompt_mask, is_token.to(device)), -1)
+
+    def pad(rows: Iterable[Sequence[float]], fill: float) -> torch.Tensor:
+        """Pad rows on the right, [B, T]. Filled on the CPU, row by row, then moved at once."""
+        padded = torch.full((len(responses), response_length), fill)
+        for row, values in enumerate(rows):
+            padded[row, : len(values)] = torch.tensor(values)
+        return padded.to(device)
+
+    response_ids = pad((ids for ids, _, _ in responses), pad_token_id).to(prompt_ids.dtype)
+    is_token = pad(([1] * len(ids) for ids, _, _ in responses), 0).to(prompt_mask.dtype)
+    attention_mask = torch.cat((prompt_mask, is_token), -1)
 
     columns: dict[str, torch.Tensor] = {}
     if any(versions):
         # -1 on the padding, which no weights wrote.
-        token_versions = torch.full(shape, -1)
-        for row, row_versions in enumerate(versions):
-            token_versions[row, : len(row_versions)] = torch.tensor(row_versions)
-        columns["token_versions"] = token_versions.to(device)
+        columns["token_versions"] = pad(versions, -1)
     if any(row_routes is not None for row_routes in routes):
         columns[ROUTES] = _scatter_routes(routes, attention_mask)
 
@@ -244,8 +236,8 @@ def append_responses(
         "input_ids": torch.cat((prompt_ids, response_ids), -1),
         "attention_mask": attention_mask,
         "position_ids": torch.cat((prompt_positions, positions), -1),
-        "response_mask": response_mask.to(device),
-        "rollout_log_probs": log_probs.to(device),
+        "response_mask": pad((mask for _, mask, _ in responses), 0),
+        "rollout_log_probs": pad((log_probs for _, _, log_probs in responses), 0.0),
     }
 
 

@@ -160,7 +160,7 @@ class ThirdPartyEngine(RolloutEngine):
             if names:
                 got = f"{len(names)} weights that differ between process 0 and {rank}"
                 got += f": {name_some(names)}"
-                raise WeightSyncError(where, got=got, expected="the same in each process")
+                raise WeightSyncError(where, got, expected="the same in each process")
         self._arrived = fingerprints[0]
         self.weight_version = version
 
@@ -267,7 +267,7 @@ def require_release(title: str, version: str, least: str, *, where: str, fix: st
     """
     if not version:
         got = f"no {title} in this environment"
-        raise RolloutError(where, got=got, expected=f"{least} or newer", fix=fix)
+        raise RolloutError(where, got, expected=f"{least} or newer", fix=fix)
     if release_numbers(version) < release_numbers(least):
         raise RolloutError(where, got=f"{title} {version}", expected=f"{least} or newer", fix=fix)
 

@@ -130,7 +130,7 @@ class UserSimulator:
         where = f"interaction {self.name}, generate_response"
         if not isinstance(reply, Reply):
             got = f"a response of type {type(reply).__name__}"
-            raise ToolFailedError(where, got=got, expected="a Reply(text, score, is_over)")
+            raise ToolFailedError(where, got, expected="a Reply(text, score, is_over)")
         score = None if reply.score is None else float(reply.score)
         return Reply(as_text(reply.text, where), score, bool(reply.is_over))
 
@@ -153,7 +153,7 @@ def load_interactions(path: str) -> Interactions:
     for entry in read_tool_file(path, InteractionFile).interaction:
         if entry.name in interactions:
             got = f"two interactions with the name {entry.name!r}"
-            raise ConfigError(where, got=got, expected="a different name for each interaction")
+            raise ConfigError(where, got, expected="a different name for each interaction")
         user_class = load_class(entry.class_name, folder, Interaction, where)
         interactions[entry.name] = user_class.maker(entry.name, entry.config)
     return interactions

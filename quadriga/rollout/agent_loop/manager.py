@@ -396,7 +396,7 @@ def load_tools(
         if spec.name in tools:
             where = "actor_rollout_ref.rollout.multi_turn, tools"
             got = f"two with the name {spec.name!r}"
-            raise ConfigError(where, got=got, expected="a different name for each tool")
+            raise ConfigError(where, got, expected="a different name for each tool")
         tools[spec.name] = spec
     return tools
 

@@ -207,7 +207,7 @@ class Server:
         if self.log.is_file():
             tail = self.log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip()
             fix = f"{fix} Its standard error ({self.log}) ends with:\n{tail or 'nothing'}\n"
-        return RolloutError(f"MCP server {self.name}", got=got, expected=expected, fix=fix)
+        return RolloutError(f"MCP server {self.name}", got, expected, fix)
 
 
 def server_tools(path: str, thread: ToolThread, log_dir: Path | None) -> list[ToolSpec]:

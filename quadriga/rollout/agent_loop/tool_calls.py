@@ -420,7 +420,7 @@ class ToolBox:
             except (TypeError, ValueError) as error:
                 where = f"tool {name}, calc_reward"
                 got = repr(reward)[:_MAX_SHOWN_CHARACTERS]
-                raise ToolFailedError(where, got=got, expected="a number") from error
+                raise ToolFailedError(where, got, expected="a number") from error
         return rewards
 
     async def _call(self, call: ToolCall) -> ToolResult:
@@ -559,7 +559,7 @@ def as_text(result: Any, where: str) -> str:
             result = json.dumps(result, ensure_ascii=False, default=str)
         except (ValueError, TypeError, RecursionError) as error:
             got = f"a response of type {type(result).__name__} ({error})"
-            raise ToolFailedError(where, got=got, expected="text, bytes or JSON") from error
+            raise ToolFailedError(where, got, expected="text, bytes or JSON") from error
     # Half of a surrogate pair cannot be encoded; it becomes a question mark.
     return result.encode("utf-8", errors="replace").decode("utf-8")
 

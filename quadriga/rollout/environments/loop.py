@@ -75,7 +75,7 @@ class EnvironmentAgent(AgentLoop):
         num_agents = self._pool.config.num_agents
         if num_agents > 1:
             got = f"{num_agents} agents, of an environment whose actions are tools"
-            raise RolloutError("env.agents", got=got, expected="one")
+            raise RolloutError("env.agents", got, expected="one")
 
     async def run(self, chat: Conversation) -> None:
         """Play the episode of a conversation's row, and score it."""

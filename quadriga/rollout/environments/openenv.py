@@ -270,7 +270,7 @@ class OpenEnvEnvironment(TextEnvironment):
         """Make the error of a server that did not do what was expected."""
         return RolloutError(
             self._where,
-            got=got,
+            got,
             expected="a server of OpenEnv",
             fix=fix or "Start it, and name its own address: redirects are not followed.",
         )

@@ -106,7 +106,7 @@ class ServerPlayer:
         except (ServerLostError, LookupError, TypeError) as error:
             got = f"{type(error).__name__}: {error}"
             expected = "a server with /v1/models and /v1/chat/completions"
-            raise RolloutError(self._client.where, got=got, expected=expected) from error
+            raise RolloutError(self._client.where, got, expected) from error
         self._messages.append({"role": "assistant", "content": text})
         return text.rpartition(_END_OF_THOUGHT)[2].strip()
 

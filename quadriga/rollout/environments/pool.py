@@ -372,7 +372,7 @@ class _Host:
             fix: advice.
         """
         self._counts[count_name] += 1
-        failure = EnvironmentFailedError(where, got=got, expected="a step", fix=fix)
+        failure = EnvironmentFailedError(where, got, expected="a step", fix=fix)
         failure.kind = kind
         return failure
 

@@ -242,7 +242,7 @@ class SGLangServer:
         self.num_processes = int(info.get("tp_size") or 1)
         if release_numbers(self.version) < release_numbers(LEAST):
             got = f"SGLang {self.version or 'of no version'}"
-            raise RolloutError(self._client.where, got=got, expected=f"{LEAST} or newer")
+            raise RolloutError(self._client.where, got, expected=f"{LEAST} or newer")
         if LOADER not in (info.get("custom_weight_loader") or ()):
             raise RolloutError(
                 self._client.where,

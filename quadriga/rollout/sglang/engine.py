@@ -373,7 +373,7 @@ class SGLangEngine(ThirdPartyEngine):
             if params.ignore_eos and params.stop_token_ids:
                 got = "stop_token_ids together with ignore_eos"
                 expected = "one of them: with ignore_eos SGLang ignores stop_token_ids, too"
-                raise RolloutError(where, got=got, expected=expected)
+                raise RolloutError(where, got, expected)
             if params.min_p > 0 and self.connection.has_seeds and not params.is_greedy:
                 expected = "0: SGLang's sampling with seeds does not support it"
                 raise RolloutError(where, got="min_p", expected=expected)

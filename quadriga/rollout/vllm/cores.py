@@ -122,7 +122,7 @@ class Response:
             log_probs = list(sequence.logprobs.logprobs)
             if len(log_probs) != len(sequence.token_ids):
                 got = f"{len(log_probs)} log-probabilities of {len(sequence.token_ids)} tokens"
-                raise RolloutError(WHERE, got=got, expected="one each")
+                raise RolloutError(WHERE, got, expected="one each")
             self.token_ids.extend(sequence.token_ids)
             self.log_probs.extend(log_probs)
         self.reason = sequence.finish_reason or self.reason
@@ -147,7 +147,7 @@ class Response:
         reason = "abort" if self.reason is None else FINISH_REASONS.get(self.reason)
         if reason is None:
             got = f"a response that ended with {self.reason!r}"
-            raise RolloutError(WHERE, got=got, expected=", ".join(FINISH_REASONS))
+            raise RolloutError(WHERE, got, expected=", ".join(FINISH_REASONS))
         if any(math.isnan(number) for number in self.log_probs):
             raise RolloutError(
                 WHERE,
@@ -159,8 +159,7 @@ class Response:
         log_probs, sampling_log_probs = split_log_probs(self.log_probs, sampling, log_probs_of)
         # Each version drew the tokens up to the first one of the next version.
         num_tokens = len(self.token_ids)
-        ends = [first for first, _ in self.versions[1:]]
-        ends.append(num_tokens)
+        ends = [*(first for first, _ in self.versions[1:]), num_tokens]
         versions: list[int] = []
         # An engine in this process does not set `versions`: then there is nothing to repeat.
         for end, (_, version) in zip(ends, self.versions, strict=False):
@@ -501,11 +500,8 @@ class ProcessCore(Core):
                 await asyncio.wait_for(self.engine.is_sleeping(), self._silent_s)
             except TimeoutError:
                 pids = [process.pid for process in processes]
-                logger.warning(
-                    "vLLM's process %s has not answered for %g s, and is killed",
-                    pids,
-                    self._silent_s,
-                )
+                message = "vLLM's process %s has not answered for %g s, and is killed"
+                logger.warning(message, pids, self._silent_s)
                 for process in processes:
                     process.kill()
 

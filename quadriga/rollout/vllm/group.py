@@ -88,7 +88,11 @@ class GroupCore(InProcessCore):
         self._is_running = False
         self._has_failed = False
         self._checksum = 0
-        self._worker: ThreadPoolExecutor | None = None
+        # It has a thread only once `generate` needs one.
+        initializer = None
+        if group.device.type == "cuda":
+            initializer = partial(torch.cuda.set_device, group.device)
+        self._worker = ThreadPoolExecutor(1, "vllm", initializer=initializer)
         self._turn: Future[None] | None = None
         # Members get the leader's name for the group, which is unique on the machine.
         name = f"quadriga-{uuid4().hex}"
@@ -129,11 +133,6 @@ class GroupCore(InProcessCore):
         call = _PendingRequest(request, Response(request.expanded))
         waiting = asyncio.wrap_future(call.future)
         if self._submit([call]):
-            if self._worker is None:
-                initializer = None
-                if self.group.device.type == "cuda":
-                    initializer = partial(torch.cuda.set_device, self.group.device)
-                self._worker = ThreadPoolExecutor(1, "vllm", initializer=initializer)
             self._turn = self._worker.submit(self._run)
         return await waiting
 
@@ -171,8 +170,7 @@ class GroupCore(InProcessCore):
     def close(self) -> None:
         """Abort unfinished responses, and end the engine and its thread."""
         self.abort()
-        if self._worker is not None:
-            self._worker.shutdown()
+        self._worker.shutdown()
         super().close()
 
     def _submit(self, calls: list[_PendingRequest]) -> bool:
@@ -197,11 +195,10 @@ class GroupCore(InProcessCore):
                     if step is None:
                         break
                     self.group.broadcast(step if any(step) else None)
-                    outputs = []
+                    aborted = []
                     if step.aborted:
-                        outputs = partial_outputs(self.engine, step.aborted)
-                    outputs += self._make_step(step)
-                    for output in outputs:
+                        aborted = partial_outputs(self.engine, step.aborted)
+                    for output in (*aborted, *self._make_step(step)):
                         with self._lock:
                             call = self._running_requests.pop(output.request_id)
                         self._finish(call, output)
@@ -226,10 +223,11 @@ class GroupCore(InProcessCore):
             The changes before the step; None if there is no request, so that the caller must stop.
         """
         with self._lock:
-            aborted = []
-            for name, call in self._running_requests.items():
-                if call.is_aborted or call.future.cancelled():
-                    aborted.append(name)
+            aborted = [
+                name
+                for name, call in self._running_requests.items()
+                if call.is_aborted or call.future.cancelled()
+            ]
             added = {name: call.request for name, call in self._inbox.items()}
             self._running_requests |= self._inbox
             self._inbox = {}
