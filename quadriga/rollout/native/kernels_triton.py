@@ -703,9 +703,9 @@ class TritonKernels:
         if parts > 1:
             mixed = sums.new_empty(num_rows, num_heads, parts, size)
 
-        sinks = None
-        if options.sinks is not None:
-            sinks = options.sinks.detach().float().contiguous()
+        sinks = options.sinks
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
         group = num_heads // num_keys
         shape = {
             "SIZE": size,
