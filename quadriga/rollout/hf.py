@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from quadriga.engine_traits.hf import TRAITS
@@ -212,7 +213,7 @@ class HFEngine(CausalModelEngine):
 
 def _image_arguments(
     prompts: Prompts, images: Sequence[Images | None], width: int, device: torch.device
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Images and positions of all rows, as arguments of the model; empty if no row has images.
 
     Args:
@@ -236,7 +237,7 @@ def _image_arguments(
     arguments = {"position_ids": positions.to(device)}
 
     # The model takes the pixels of all rows one after the other.
-    parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+    parts: dict[str, list[Tensor]] = defaultdict(list)
     for row_images in with_images:
         for name, part in row_images.inputs.items():
             parts[name].append(part)
@@ -255,7 +256,7 @@ class _TokenChooser(LogitsProcessor):
         self.log_probs: list[list[float]] = [[] for _ in sampling]
         self.sampling_log_probs: list[list[float]] = [[] for _ in sampling]
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Choose the next token of each row.
 
         Args:
@@ -288,7 +289,7 @@ class _StopOrAbort(StoppingCriteria):
         self.chooser = chooser
         self.strings = strings
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
         """[B] bool, whether each row has ended."""
         rows = zip(self.chooser.token_ids, self.strings, strict=True)
         is_aborting = self.engine._is_aborting

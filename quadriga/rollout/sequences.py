@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import RolloutError
@@ -182,13 +183,13 @@ def batch_of_completions(
 
 
 def append_responses(
-    prompts: Mapping[str, torch.Tensor],
+    prompts: Mapping[str, Tensor],
     responses: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]],
     response_length: int,
     pad_token_id: int,
     routes: Sequence[np.ndarray | None] = (),
     versions: Sequence[Sequence[int]] = (),
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Append responses to prompts, padded on the right.
 
     Args:
@@ -208,7 +209,7 @@ def append_responses(
     prompt_mask = prompts["attention_mask"]
     device = prompt_ids.device
 
-    def pad(rows: Iterable[Sequence[float]], fill: float) -> torch.Tensor:
+    def pad(rows: Iterable[Sequence[float]], fill: float) -> Tensor:
         """Pad rows on the right, [B, T]. Filled on the CPU, row by row, then moved at once."""
         padded = torch.full((len(responses), response_length), fill)
         for row, values in enumerate(rows):
@@ -219,7 +220,7 @@ def append_responses(
     is_token = pad(([1] * len(ids) for ids, _, _ in responses), 0).to(prompt_mask.dtype)
     attention_mask = torch.cat((prompt_mask, is_token), -1)
 
-    columns: dict[str, torch.Tensor] = {}
+    columns: dict[str, Tensor] = {}
     if any(versions):
         # -1 on the padding, which no weights wrote.
         columns["token_versions"] = pad(versions, -1)
@@ -241,9 +242,7 @@ def append_responses(
     }
 
 
-def _scatter_routes(
-    routes: Sequence[np.ndarray | None], attention_mask: torch.Tensor
-) -> torch.Tensor:
+def _scatter_routes(routes: Sequence[np.ndarray | None], attention_mask: Tensor) -> Tensor:
     """Scatter the routes of each row to the columns of its tokens.
 
     Args:

@@ -27,7 +27,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -44,6 +44,8 @@ from quadriga.rollout.sequences import derive_seed
 # the model's turn (the stand-in), and around the content of a message (the probe).
 _STAND_IN = "quadrigastandin"
 _PROBE = "quadrigaprobe"
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages of a chat, each with `role` and `content`."""
 _FIX_TEMPLATE = "Set actor_rollout_ref.model.custom_chat_template to one that has"
 
 
@@ -232,7 +234,7 @@ class Conversation:
 
     def begin(
         self,
-        messages: Sequence[Mapping[str, Any]] | None,
+        messages: Messages | None,
         schemas: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Replace the prompt that the data set rendered, to offer tools or to change its text.
@@ -427,7 +429,7 @@ class Conversation:
 
     def append(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         tool_responses: Sequence[ToolResult] = (),
         seconds: float = 0,
@@ -646,9 +648,7 @@ class TurnEncoder:
         self._checked_roles: set[str] = set()
         self._where = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
 
-    def encode_prompt(
-        self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]
-    ) -> list[int]:
+    def encode_prompt(self, messages: Messages, schemas: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a prompt, which may offer tools.
 
         Args:
@@ -673,9 +673,7 @@ class TurnEncoder:
             )
         return self.encode([text])[0]
 
-    def encode_turn(
-        self, messages: Sequence[Mapping[str, Any]], model_turn: Sequence[int]
-    ) -> list[int]:
+    def encode_turn(self, messages: Messages, model_turn: Sequence[int]) -> list[int]:
         """Render and tokenize a turn of tools or the user, which stands between two of the model.
 
         Args:
@@ -705,7 +703,7 @@ class TurnEncoder:
             is_closed = True
         return token_ids[1:] if is_closed else token_ids
 
-    def content_mask(self, messages: Sequence[Mapping[str, Any]], num_tokens: int) -> list[int]:
+    def content_mask(self, messages: Messages, num_tokens: int) -> list[int]:
         """Mark the tokens that belong to contents of `echo_roles`, unlike those of the template.
 
         Args:
@@ -725,9 +723,7 @@ class TurnEncoder:
         # `encode_turn` leaves out the first token if the model has written it.
         return mask[len(mask) - num_tokens :]
 
-    def _content_spans(
-        self, messages: Sequence[Mapping[str, Any]], text: str
-    ) -> list[tuple[int, int]]:
+    def _content_spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
         """Find the contents of `echo_roles` in the text of a turn.
 
         Args:
@@ -763,9 +759,7 @@ class TurnEncoder:
         roles = enumerate((message["role"] for message in messages), start=1)
         return [found.span(group) for group, role in roles if role in self.echo_roles]
 
-    def escape_messages(
-        self, messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[Any]]:
+    def escape_messages(self, messages: Messages) -> tuple[list[dict[str, Any]], list[Any]]:
         """Escape the texts of messages by `escape_text`, and collect their images.
 
         Args:
@@ -833,7 +827,7 @@ class TurnEncoder:
                 fix=f"{_FIX_TEMPLATE} this role.",
             )
 
-    def _render_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+    def _render_turn(self, messages: Messages) -> tuple[str, bool]:
         """Render the text that a turn of tools or the user adds after a turn of the model.
 
         Args:
@@ -858,9 +852,7 @@ class TurnEncoder:
         closing_text = closed_turn.rpartition(_STAND_IN)[2]
         return added_text, bool(closing_text.strip())
 
-    def _render_after_calls(
-        self, user: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
-    ) -> str:
+    def _render_after_calls(self, user: Mapping[str, Any], messages: Messages) -> str:
         """Render the text that responses of tools add after a turn with their calls.
 
         Some templates take a tool's response only after the model's call, whose name they repeat.
@@ -885,7 +877,7 @@ class TurnEncoder:
 
     def _render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         schemas: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
     ) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quadriga.errors import RolloutError
 from quadriga.models.experts import RouteRecorder
@@ -84,7 +85,7 @@ class ImagePrefix:
         num_generated = len(self.tokens) - prompt_positions.shape[1]
         return int(prompt_positions[:, -1].max()) + 1 + num_generated
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """Position of each token along time, height and width, [3, tokens]."""
         prompt_positions = self.images.position_ids
         num_generated = len(self.tokens) - prompt_positions.shape[1]
@@ -469,9 +470,7 @@ class Generation:
             )
         return cache
 
-    def _pack(
-        self, prefixes: Sequence[Prefix]
-    ) -> tuple[torch.Tensor, torch.Tensor, PackedImages | None]:
+    def _pack(self, prefixes: Sequence[Prefix]) -> tuple[Tensor, Tensor, PackedImages | None]:
         """Pack prefixes into one row of tokens.
 
         Args:
@@ -561,7 +560,7 @@ class Generation:
         self.plan = None
         self.responses.resize(len(running), max(room, longest + 1), len(running), longest)
 
-    def _sample(self, logits: torch.Tensor, rules: SamplingRules, first: int) -> None:
+    def _sample(self, logits: Tensor, rules: SamplingRules, first: int) -> None:
         """Sample a token of each slot from `first` on, and end the requests that are finished.
 
         Args:

@@ -4,6 +4,7 @@
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.models.adapter_files import factor_names, is_factor, merge
@@ -51,9 +52,9 @@ class GroupShards:
         boxes = self._boxes | factors
         return {name: (box, self._dtype) for name, box in boxes.items()}
 
-    def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
+    def hold_shards(self, shards: Mapping[str, Tensor]) -> None:
         """Put tensors in the place of the model's parameters, under all names of each."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, buffer in self._model.named_buffers():
             tensors[name] = buffer.to(self._device)
         # A tied weight gets the same parameter under both names.
@@ -64,9 +65,7 @@ class GroupShards:
             module, _, attribute = name.rpartition(".")
             setattr(self._model.get_submodule(module), attribute, tensor)
 
-    def merge_adapter(
-        self, shards: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def merge_adapter(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Merge the adapter into the shards, in their own memory.
 
         Args:

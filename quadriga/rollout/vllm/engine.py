@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quadriga.config.adapter import adapter_route, read_adapter
@@ -354,7 +355,7 @@ class VLLMEngine(ThirdPartyEngine):
             pause = self.core.paused_for_weights(version, keeps_cache=keeps_cache)
         with pause, self._loading(version) as received:
             self.memory.wake("weights")
-            factors: dict[str, torch.Tensor] = {}
+            factors: dict[str, Tensor] = {}
             model_weights = self._manifest.check_stream(weights, self._frozen)
             if self._slot is not None:
                 model_weights = split_off_adapter(model_weights, factors)
@@ -415,7 +416,7 @@ class VLLMEngine(ThirdPartyEngine):
         if self.is_vision:
             self.core.ask("reset_encoder_cache")
 
-    def _buckets(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Generator[Any, None, None]:
+    def _buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Generator[Any, None, None]:
         """Pack weights into buckets, in the form in which vLLM's workers can read them.
 
         Args:
@@ -429,7 +430,7 @@ class VLLMEngine(ThirdPartyEngine):
         """
         if self.core.is_in_process:
 
-            def put(weight: tuple[str, torch.Tensor], _: int) -> tuple[str, torch.Tensor]:
+            def put(weight: tuple[str, Tensor], _: int) -> tuple[str, Tensor]:
                 # Either way the storage is a new object, so `load_bucket` sees when vLLM frees it.
                 name, tensor = weight
                 tensor = tensor.detach()
@@ -628,7 +629,7 @@ class VLLMEngine(ThirdPartyEngine):
             ) from error
 
 
-def row_parts(matrix: torch.Tensor, num_ranks: int, rank: int) -> list[torch.Tensor]:
+def row_parts(matrix: Tensor, num_ranks: int, rank: int) -> list[Tensor]:
     """List the parts of a matrix that a tensor-parallel rank may hold if it is split by rows.
 
     Args:
@@ -671,7 +672,7 @@ class WorkerExtension:
     quadriga_rebuilt: tuple[int, str] = (0, "")
     quadriga_held: list[tuple[StorageWeakRef, int]]
 
-    def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, torch.Tensor]]) -> None:
+    def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, Tensor]]) -> None:
         """Load a bucket of weights.
 
         vLLM holds each tensor until its layer is complete. Fingerprints are taken of the tensors
@@ -715,7 +716,7 @@ class WorkerExtension:
                 self.quadriga_held = []
             marks = self.quadriga_marks
 
-            def watched_weights() -> Iterator[tuple[str, torch.Tensor]]:
+            def watched_weights() -> Iterator[tuple[str, Tensor]]:
                 """Yield the weights in vLLM's form, after noting their fingerprints."""
                 for name, tensor in weights:
                     marks.add(name, tensor)
@@ -728,7 +729,7 @@ class WorkerExtension:
             # The copies are complete before the sender writes the next bucket.
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _update_rebuilt(self, name: str, tensor: torch.Tensor) -> None:
+    def _update_rebuilt(self, name: str, tensor: Tensor) -> None:
         """Update `quadriga_rebuilt` by a new tensor, with those that vLLM has not freed yet.
 
         Args:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.observe.probe import installed, release_numbers
@@ -175,9 +176,7 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
         raise RolloutError(f"{WHERE}, weights", got, fix=_INSTALL) from error
 
 
-def checkpoint_weights(
-    name: str, weight: torch.Tensor, model_type: str
-) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_weights(name: str, weight: Tensor, model_type: str) -> Iterator[tuple[str, Tensor]]:
     """Split a weight into those of checkpoint files, which vLLM's models load: one per expert.
 
     Args:
@@ -293,7 +292,7 @@ def partial_outputs(engine: Any, names: Container[str]) -> list[Any]:
     ]
 
 
-def cache_tensors(worker: Any) -> Sequence[torch.Tensor]:
+def cache_tensors(worker: Any) -> Sequence[Tensor]:
     """Tensors of the KV cache of vLLM's worker; empty if this version keeps them elsewhere."""
     tensors = getattr(getattr(worker, "model_runner", None), "kv_caches", None)
     is_known = isinstance(tensors, list) and all(map(torch.is_tensor, tensors))
@@ -335,7 +334,7 @@ def tensor_parallel_place(worker: Any) -> tuple[int, int]:
     return distributed.get_tensor_model_parallel_rank(), num_ranks
 
 
-def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+def adapter_layers(worker: Any) -> Sequence[tuple[Tensor, Tensor]]:
     """Matrices of the adapter in each layer of vLLM's worker that has one.
 
     Returns:
