@@ -497,41 +497,23 @@ class DecodePlan:
         if window is None:
             return self.prefix_mask, self.mask
         # Positions of the new tokens in their sequences.
-        pairs = zip(self.places, self.written, strict=True)
-        positions = [self.lengths[place] + count for place, count in pairs]
+        lengths = [self.lengths[place] for place in self.places]
+        positions = [length + count for length, count in zip(lengths, self.written, strict=True)]
         # Nothing is hidden while all sequences are shorter than the window.
         if max(positions) < window:
             return self.prefix_mask, self.mask
         if window not in self.window_masks:
+            tokens = torch.tensor([lengths, positions, self.written], device=self.device)
+            prefix_lengths, _, written = tokens
+            # The first key in the window, counted from the first key of the prefix, or of the response.
+            prefix_starts, response_starts = tokens[1:] - window + 1
+            by_slot = hidden_mask(prefix_lengths, max(self.lengths), prefix_starts)
             # From a row per slot to a row per cell and query head, as `attend` arranges queries.
-            by_slot = self._window_mask(positions, max(self.lengths), window)
-            by_cell = by_slot[self.slot_of_cell].unflatten(0, (-1, self.group_size))
-            prefix_mask = by_cell.repeat_interleave(num_queries, 1)[:, None]
-            if self.prefix_mask is not None:
-                prefix_mask = prefix_mask + self.prefix_mask
-            mask = self._window_mask(self.written, max(self.written) + 1, window)[:, None, None]
-            if self.mask is not None:
-                mask = mask + self.mask
+            by_cell = by_slot[self.slot_of_cell, :, 0].unflatten(0, (-1, self.group_size))
+            prefix_mask = by_cell.repeat_interleave(num_queries, 1).transpose(1, 2)
+            mask = hidden_mask(written + 1, max(self.written) + 1, response_starts)
             self.window_masks[window] = (prefix_mask, mask)
         return self.window_masks[window]
-
-    def _window_mask(self, positions: Sequence[int], width: int, window: int) -> Tensor:
-        """Additive mask that hides the keys outside a sliding window.
-
-        Key and position count from the same token: the first of the prefix, or of the response.
-
-        Args:
-            positions: position of the new token of each slot, [R].
-            width: number of keys.
-            window: keys that are this many or more tokens before the new one are hidden.
-
-        Returns:
-            [R, width] float32: 0, or `HIDDEN` (in effect -inf).
-        """
-        columns = torch.arange(width, device=self.device)
-        distances = torch.tensor(positions, device=self.device)[:, None] - columns
-        mask = torch.zeros(distances.shape, device=self.device)
-        return mask.masked_fill_(distances >= window, HIDDEN)
 
     def _padding_mask(self, lengths: Sequence[int], width: int) -> Tensor | None:
         """`hidden_mask` of these lengths; None if there is no padding to hide."""
@@ -540,17 +522,21 @@ class DecodePlan:
         return hidden_mask(torch.tensor(lengths, device=self.device), width)
 
 
-def hidden_mask(lengths: Tensor, width: int) -> Tensor:
-    """Additive mask that hides the padding of rows.
+def hidden_mask(lengths: Tensor, width: int, starts: Tensor | None = None) -> Tensor:
+    """Additive mask that hides the padding of rows, and perhaps their first tokens.
 
     Args:
         lengths: [A], number of tokens of each row.
         width: padded length.
+        starts: [A], first token of each row that is not hidden. None: no token is hidden.
 
     Returns:
-        [A, 1, 1, width] float32: 0 for tokens, `HIDDEN` (in effect -inf) for padding.
+        [A, 1, 1, width] float32: 0 for tokens, `HIDDEN` (in effect -inf) for hidden ones and padding.
     """
-    is_hidden = torch.arange(width, device=lengths.device) >= lengths[:, None]
+    columns = torch.arange(width, device=lengths.device)
+    is_hidden = columns >= lengths[:, None]
+    if starts is not None:
+        is_hidden |= columns < starts[:, None]
     mask = torch.zeros(is_hidden.shape, device=lengths.device)
     return mask.masked_fill_(is_hidden, HIDDEN)[:, None, None]
 
