@@ -15,6 +15,7 @@ raised. Responses do not depend on the choice of the engine, because each reques
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -492,9 +493,9 @@ def _divide_rows(
     Returns:
         The rows of each engine, sorted. An engine may get none.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups = defaultdict[tuple[int, ...], list[int]](list)
     for row in rows:
-        groups.setdefault(tuple(prompts[row]), []).append(row)
+        groups[tuple(prompts[row])].append(row)
     row_tokens = {row: len(prompts[row]) + sampling[row].max_tokens for row in rows}
     fair_tokens = sum(row_tokens.values()) / num_engines
 

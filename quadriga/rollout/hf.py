@@ -164,12 +164,11 @@ class HFEngine(CausalModelEngine):
         max_tokens = sampling[0].max_tokens
         stop_tokens = sampling[0].stops(self.eos_token_ids)
         # Padded on the left, so that all rows continue in the same column.
-        input_ids = []
-        attention_mask = []
-        for prompt in prompts:
-            padding = [0] * (width - len(prompt))
-            input_ids.append([*padding, *prompt])
-            attention_mask.append([*padding, *[1] * len(prompt)])
+        input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, prompt in enumerate(prompts):
+            input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            attention_mask[row, width - len(prompt) :] = 1
 
         chooser = _TokenChooser(sampling, device)
         strings = [StopStrings(params.stop, self.tokenizer) for params in sampling]
@@ -180,8 +179,8 @@ class HFEngine(CausalModelEngine):
             pad_token_id=0,
         )
         self.model.generate(
-            input_ids=torch.tensor(input_ids, device=device),
-            attention_mask=torch.tensor(attention_mask, device=device),
+            input_ids=input_ids.to(device),
+            attention_mask=attention_mask.to(device),
             **_image_arguments(prompts, images, width, device),
             generation_config=config,
             logits_processor=[chooser],

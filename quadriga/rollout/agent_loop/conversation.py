@@ -717,9 +717,10 @@ class TurnEncoder:
         text, _ = self._render_turn(messages)
         spans = self._content_spans(messages, text)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask = []
-        for first, last in encoded["offset_mapping"]:
-            mask.append(int(any(start <= first < last <= end for start, end in spans)))
+        mask = [
+            int(any(start <= first < last <= end for start, end in spans))
+            for first, last in encoded["offset_mapping"]
+        ]
         # `encode_turn` leaves out the first token if the model has written it.
         return mask[len(mask) - num_tokens :]
 

@@ -217,13 +217,12 @@ class ToolAgent(AgentLoop):
         Raises:
             ConversationOver: a limit is reached, or the user simulator has ended the conversation.
         """
-        schemas = {}
-        for name, spec in self.services.tools.items():
-            schemas[name] = spec.schema["function"]["parameters"]
+        tools_by_name = self.services.tools
+        parameters = {name: spec.parameters for name, spec in tools_by_name.items()}
         while True:
             turn = await chat.generate()
             # Without tools, text that looks like a call is only text.
-            calls = self.parser(turn.text, schemas) if schemas else []
+            calls = self.parser(turn.text, parameters) if parameters else []
             if calls:
                 await self._call_tools(chat, turn, calls, tools)
             elif user is not None:
@@ -306,14 +305,12 @@ def tool_messages(chat: Conversation, responses: Sequence[ToolResult]) -> list[d
     """
     # Templates may need an id for each call: its number among the calls of the conversation.
     first_number = sum(len(earlier.tool_responses) for earlier in chat.turns)
-    messages = []
-    for number, response in enumerate(responses, first_number):
-        messages.append(
-            {
-                "role": "tool",
-                "name": response.name or "unknown",
-                "tool_call_id": f"call{number:05d}",
-                "content": response.content,
-            }
-        )
-    return messages
+    return [
+        {
+            "role": "tool",
+            "name": response.name or "unknown",
+            "tool_call_id": f"call{number:05d}",
+            "content": response.content,
+        }
+        for number, response in enumerate(responses, first_number)
+    ]

@@ -105,10 +105,11 @@ def _parse_qwen3_coder(body: str, schemas: Schemas) -> ToolCall:
     function = _FUNCTION.search(body)
     if function is None:
         return _tagged_call("", [], body, schemas)
-    pairs = []
-    for key, value in _PARAMETER.findall(function[2]):
-        # The model writes a value between two line breaks, which are not part of it.
-        pairs.append((key, value.removeprefix("\n").removesuffix("\n")))
+    # The model writes a value between two line breaks, which are not part of it.
+    pairs = [
+        (key, value.removeprefix("\n").removesuffix("\n"))
+        for key, value in _PARAMETER.findall(function[2])
+    ]
     return _tagged_call(function[1].strip(), pairs, body, schemas)
 
 

@@ -348,9 +348,9 @@ class ToolBox:
                 fix="Correct extra_info.tools_kwargs of the row, or configure the tool.",
             )
         # Keyword arguments by tool and method: {"account": {"create_kwargs": {...}}}.
-        self._kwargs = {}
-        for name, spec in specs.items():
-            self._kwargs[name] = spec.method_kwargs(by_name.get(name, {}))
+        self._kwargs = {
+            name: spec.method_kwargs(by_name.get(name, {})) for name, spec in specs.items()
+        }
         self._tools: dict[str, Tool] = {}
         self._releases = AsyncExitStack()
 

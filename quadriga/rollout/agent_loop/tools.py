@@ -160,6 +160,11 @@ class ToolSpec:
         """Name by which the model calls the tool."""
         return self.schema["function"]["name"]
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """JSON schema of the arguments."""
+        return self.schema["function"]["parameters"]
+
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Check the arguments of a call, and convert them to the types that the tool takes.
 
@@ -169,13 +174,9 @@ class ToolSpec:
         try:
             checked = self.validate(arguments)
         except ValidationError as error:
-            faults = []
-            for detail in error.errors(include_url=False):
-                place = ".".join(map(str, detail["loc"]))
-                faults.append(f"{place}: {detail['msg']}")
-            parameters = json.dumps(self.schema["function"]["parameters"], ensure_ascii=False)
-            expected = f"arguments that fit {parameters}"
-            raise ToolError(f"tool {self.name}", "; ".join(faults), expected) from error
+            expected = f"arguments that fit {json.dumps(self.parameters, ensure_ascii=False)}"
+            got = "; ".join(faults_of(error))
+            raise ToolError(f"tool {self.name}", got, expected) from error
         if isinstance(checked, BaseModel):
             # Only fields that the call has set: the function knows its own defaults.
             return {name: getattr(checked, name) for name in checked.model_fields_set}
@@ -224,6 +225,12 @@ class ToolSpec:
                     fix="What tools_kwargs may set stands after a `*` in the function's parameters.",
                 )
         return kwargs
+
+
+def faults_of(error: ValidationError) -> list[str]:
+    """Say for each wrong argument where it is, and what is wrong."""
+    details = error.errors(include_url=False)
+    return [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details]
 
 
 @overload

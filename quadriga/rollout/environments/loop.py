@@ -201,12 +201,11 @@ class EnvironmentAgent(AgentLoop):
         """
         chat = play.chat
         config = self.services.config.multi_turn
-        parameter_schemas = {}
-        for schema in self._schemas:
-            parameter_schemas[schema["function"]["name"]] = schema["function"]["parameters"]
+        functions = [schema["function"] for schema in self._schemas]
+        parameters = {function["name"]: function["parameters"] for function in functions}
         while not play.is_done:
             turn = await play.generate()
-            calls = self._parser(turn.text, parameter_schemas)
+            calls = self._parser(turn.text, parameters)
             if not calls:
                 return
             chat.activity = "in the environment"

@@ -27,7 +27,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from quadriga.errors import RolloutError, did_you_mean
-from quadriga.rollout.agent_loop.tools import describe
+from quadriga.rollout.agent_loop.tools import describe, faults_of
 from quadriga.rollout.environments.interface import (
     Action,
     EnvironmentSpec,
@@ -240,9 +240,7 @@ class ToolEnvironment(TextEnvironment):
         try:
             model = self._validators[name](action["arguments"])
         except ValidationError as error:
-            details = error.errors(include_url=False)[0]
-            place = ".".join(map(str, details["loc"]))
-            return _refusal(f"{name}, {place}: {details['msg']}")
+            return _refusal(f"{name}, {faults_of(error)[0]}")
         arguments = {field: getattr(model, field) for field in model.model_fields_set}
         try:
             result = self._methods[name](**arguments)
