@@ -737,28 +737,28 @@ class TurnEncoder:
         """
         # Rendering probes instead of the contents shows what the template writes around them.
         probes = []
-        patterns = []
         for message in messages:
-            content = message["content"]
-            probe: Any = [{"type": "text", "text": _PROBE}]
-            pattern = ".*?"
-            if isinstance(content, str):
-                probe = _PROBE
-                # Tried first, because a content may itself contain what is written behind it.
-                pattern = f"{re.escape(content)}.*?|.*?"
+            is_text = isinstance(message["content"], str)
+            probe = _PROBE if is_text else [{"type": "text", "text": _PROBE}]
             probes.append({**message, "content": probe})
-            patterns.append(f"({pattern})")
-        separators = [re.escape(part) for part in self._render_turn(probes)[0].split(_PROBE)]
-        if len(separators) != len(messages) + 1:
+        first, *separators = map(re.escape, self._render_turn(probes)[0].split(_PROBE))
+        if len(separators) != len(messages):
             return []
-        parts = [separators[0]]
-        for pattern, separator in zip(patterns, separators[1:], strict=True):
-            parts += (pattern, separator)
-        found = re.fullmatch("".join(parts), text, re.DOTALL)
-        if found is None:
+
+        parts = []
+        for message, separator in zip(messages, separators, strict=True):
+            # A content may itself contain what is written behind it, so the content is tried first.
+            content = message["content"]
+            exact = re.escape(content) if isinstance(content, str) else ""
+            parts.append(f"({exact}.*?|.*?){separator}")
+        # Earlier parts are atomic groups, so that matching takes linear time.
+        *earlier, last = parts
+        pattern = "".join((first, *(f"(?>{part})" for part in earlier), last))
+        match = re.fullmatch(pattern, text, re.DOTALL)
+        if match is None:
             return []
         roles = enumerate((message["role"] for message in messages), start=1)
-        return [found.span(group) for group, role in roles if role in self.echo_roles]
+        return [match.span(group) for group, role in roles if role in self.echo_roles]
 
     def escape_messages(self, messages: Messages) -> tuple[list[dict[str, Any]], list[Any]]:
         """Escape the texts of messages by `escape_text`, and collect their images.

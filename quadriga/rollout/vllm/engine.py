@@ -56,6 +56,7 @@ from quadriga.rollout.vllm.cores import (
     InProcessCore,
     ProcessCore,
     Response,
+    VLLMMemory,
     VLLMRequest,
 )
 from quadriga.rollout.vllm.group import GroupCore, sees_peers
@@ -73,7 +74,6 @@ from quadriga.rollout.vllm.library import (
     repack_tied,
     tensor_parallel_place,
 )
-from quadriga.rollout.vllm.memory import VLLMMemory
 from quadriga.weight_sync.buckets import num_bytes, pack, unpack
 from quadriga.weight_sync.fingerprint import PendingFingerprints, tensor_fingerprint
 from quadriga.weight_sync.publish import NamedWeights
