@@ -7,6 +7,7 @@ in every engine. Logits are those of transformers: a model in bfloat16 rounds th
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -278,15 +279,13 @@ class _TokenChooser(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 
+@dataclass
 class _StopOrAbort(StoppingCriteria):
     """Ends rows at their stop strings, and all of them on `abort`."""
 
-    def __init__(
-        self, engine: HFEngine, chooser: _TokenChooser, strings: Sequence[StopStrings]
-    ) -> None:
-        self.engine = engine
-        self.chooser = chooser
-        self.strings = strings
+    engine: HFEngine
+    chooser: _TokenChooser
+    strings: Sequence[StopStrings]  # of each row
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
         """[B] bool, whether each row has ended."""

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -130,31 +131,22 @@ class EnvironmentPool:
         self._printed.close()
 
 
+@dataclass(eq=False)
 class Episode:
-    """An episode of an environment. Only one task at a time may use it.
+    """An episode of an environment. Only one task at a time may use it."""
 
-    Args:
-        host: leads the process in which the episode runs.
-        number: number of the episode in the pool.
-        seed: see `EnvironmentPool.open`.
-        row: see `EnvironmentPool.open`.
-
-    Attributes:
-        calls: method, arguments and hash of the answer of each call so far, for a replay.
-        generation: number of the host's process that has the episode; -1 for none. The host counts
-            its processes from 1.
-    """
-
-    def __init__(self, host: "_Host", number: int, seed: int, row: Mapping[str, Any]) -> None:
-        self._host = host
-        self.number = number
-        self._reset_arguments = (seed, dict(row))
-        self.calls: list[tuple[str, tuple[Any, ...], str]] = []
-        self.generation = -1
+    host: "_Host"  # leads the process in which the episode runs
+    number: int  # of the episode in the pool
+    seed: int  # for `reset`
+    row: Mapping[str, Any]  # for `reset`
+    # Method, arguments and hash of the answer of each call so far, for a replay.
+    calls: list[tuple[str, tuple[Any, ...], str]] = field(default_factory=list)
+    # Number of the host's process that has the episode, counted from 1; -1 for none.
+    generation: int = -1
 
     async def reset(self) -> Step:
         """Begin the episode. Errors are those of `step`."""
-        return await self._call("reset", self._reset_arguments)
+        return await self._call("reset", (self.seed, dict(self.row)))
 
     async def step(self, action: Action) -> Step:
         """Take an action.
@@ -185,7 +177,7 @@ class Episode:
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> Step:
         """Make a call in the thread of the host, and wait for its answer."""
-        host = self._host
+        host = self.host
         return await asyncio.wrap_future(host.thread.submit(host.call, self, method, arguments))
 
 
