@@ -302,14 +302,13 @@ def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
     """
     columns = prompts.non_tensor_batch
     meta_info = prompts.meta_info
-    default_uids = [f"row {row}" for row in range(len(prompts))]
-    uids = [str(uid) for uid in columns.get("uid", default_uids)]
+    uids = columns.get("uid", [f"row {row}" for row in range(len(prompts))])
     sample_indices = columns.get("sample_index")
     step = int(meta_info.get("global_steps", 0))
     is_validation = bool(meta_info.get("validate", False))
-    num_samples: Counter[str] = Counter()  # by uid, in the rows so far
+    num_samples = Counter[str]()  # by uid, in the rows so far
     seeds = []
-    for row, uid in enumerate(uids):
+    for row, uid in enumerate(map(str, uids)):
         sample = num_samples[uid] if sample_indices is None else int(sample_indices[row])
         num_samples[uid] += 1
         seeds.append(derive_seed(int(seed), step, uid, sample, is_validation))

@@ -204,8 +204,7 @@ def require_device_memory(
     gib = 1 << 30
     training = f"training keeps {training_bytes / gib:.1f}"
     if later_bytes:
-        moments = f"{later_bytes / gib:.1f} of it AdamW's moments from the first step on"
-        training += f" ({moments})"
+        training += f" ({later_bytes / gib:.1f} of it AdamW's moments from the first step on)"
     # Rounded down, so that the advice is possible.
     possible_share = int(max(0.0, 1 - taken_bytes / total_bytes) * 100) / 100
     raise ConfigError(

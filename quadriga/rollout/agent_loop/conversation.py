@@ -268,9 +268,14 @@ class Conversation:
         self.prompt_ids = prompt_ids
 
     @property
+    def all_tokens(self) -> list[int]:
+        """Token ids of the prompt and the response so far."""
+        return [*self.prompt_ids, *self.token_ids]
+
+    @property
     def images(self) -> Images | None:
         """All images so far, with the positions of all tokens; None if there is only text."""
-        return self.images_in([*self.prompt_ids, *self.token_ids])
+        return self.images_in(self.all_tokens)
 
     def images_in(self, tokens: Sequence[int]) -> Images | None:
         """Images in a sequence of tokens, with the positions of all of them.
@@ -351,8 +356,7 @@ class Conversation:
             raise ConversationOver("length")
         changes["max_tokens"] = min(changes.get("max_tokens", room), room)
         started = time.perf_counter()
-        tokens = [*self.prompt_ids, *self.token_ids]
-        completion = await self.complete(tokens, self.images, **changes)
+        completion = await self.complete(self.all_tokens, self.images, **changes)
         token_ids = list(completion.token_ids)
         # Routes cover the whole conversation so far, so the latest ones replace the earlier.
         self.routes = completion.routes
@@ -453,9 +457,8 @@ class Conversation:
         model_turn = self.turns[-1].token_ids if self.turns else ()
         token_ids = self.encoder.encode_turn(escaped, model_turn)
         if pictures:
-            before = [*self.prompt_ids, *self.token_ids]
             model_tokens = itertools.compress(self.token_ids, self.mask)
-            token_ids = self.expand_images(before, token_ids, pictures, model_tokens)
+            token_ids = self.expand_images(self.all_tokens, token_ids, pictures, model_tokens)
 
         text_messages = []
         for message in escaped:

@@ -252,9 +252,11 @@ class ToolAgent(AgentLoop):
         # Calls may have effects: none is made whose response could not be appended.
         chat.require_turns_left()
         responses = await tools.call_all(calls)
-        messages = tool_messages(chat, responses)
-        seconds = time.perf_counter() - started
-        chat.append(messages, tool_responses=responses, seconds=seconds)
+        chat.append(
+            tool_messages(chat, responses),
+            tool_responses=responses,
+            seconds=time.perf_counter() - started,
+        )
 
     async def _ask_user(self, chat: Conversation, user: UserSimulator) -> None:
         """Append the reply of the user simulator, and record its score of the model's turn.
@@ -273,8 +275,8 @@ class ToolAgent(AgentLoop):
             chat.turn_scores.append(reply.score)
         if reply.is_over:
             raise ConversationOver("interaction")
-        message = {"role": "user", "content": reply.text}
-        chat.append([message], seconds=time.perf_counter() - started)
+        messages = [{"role": "user", "content": reply.text}]
+        chat.append(messages, seconds=time.perf_counter() - started)
 
 
 def parser_of(name: str) -> Parser:

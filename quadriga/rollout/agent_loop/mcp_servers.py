@@ -229,8 +229,7 @@ def server_tools(path: str, thread: ToolThread, log_dir: Path | None) -> list[To
         raise RolloutError(where, got=str(error), expected="the package mcp", fix=fix) from error
     installed = version("mcp")
     if int(installed.partition(".")[0]) < LEAST_VERSION:
-        expected = f"mcp {LEAST_VERSION} or later"
-        raise RolloutError(where, got=f"mcp {installed}", expected=expected)
+        raise RolloutError(where, f"mcp {installed}", expected=f"mcp {LEAST_VERSION} or later")
     folder = Path(path).expanduser().resolve().parent
     if log_dir is None:
         log_dir = Path(tempfile.mkdtemp(prefix="quadriga-"))

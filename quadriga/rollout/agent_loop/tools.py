@@ -352,8 +352,7 @@ def load_class(reference: str, folder: Path, base: type, where: str) -> Any:
     separator = ":" if ":" in reference else "."
     place, _, name = reference.rpartition(separator)
     if not place or not name:
-        expected = "file.py:Name or package.module.Name"
-        raise ConfigError(where, got=repr(reference), expected=expected)
+        raise ConfigError(where, repr(reference), expected="file.py:Name or package.module.Name")
     source: Path | str = f"{PACKAGE}{place}"
     if place.endswith(".py"):
         source = folder / Path(place).expanduser()

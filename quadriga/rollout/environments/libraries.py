@@ -260,8 +260,7 @@ def space_schema(space: Any) -> dict[str, Any]:
         properties = {name: space_schema(part) for name, part in space.spaces.items()}
         return {"type": "object", "properties": properties, "required": [*properties]}
     if kind == "Tuple":
-        parts = [space_schema(part) for part in space.spaces]
-        return {"type": "array", "prefixItems": parts}
+        return {"type": "array", "prefixItems": [space_schema(part) for part in space.spaces]}
     if kind == "Text":
         return {"type": "string"}
     return {"type": "array", "description": str(space)}

@@ -158,8 +158,7 @@ class EnvironmentAgent(AgentLoop):
         while not step.is_done:
             chat.activity = "in the environment"
             agent = step.agent
-            action = await players[agent].act(step.text)
-            step = await episode.step(action)
+            step = await episode.step(await players[agent].act(step.text))
             _record(plays, step, agent)
 
     def _make_players(self, chat: Conversation, plays: "Plays", episode: Episode) -> list[Player]:
@@ -216,9 +215,11 @@ class EnvironmentAgent(AgentLoop):
                 if not play.is_done:
                     responses.append(await self._call(play, episode, call))
             if not play.is_done:
-                messages = tool_messages(chat, responses)
-                seconds = time.perf_counter() - started
-                chat.append(messages, tool_responses=responses, seconds=seconds)
+                chat.append(
+                    tool_messages(chat, responses),
+                    tool_responses=responses,
+                    seconds=time.perf_counter() - started,
+                )
 
     async def _call(self, play: "Play", episode: Episode, call: ToolCall) -> ToolResult:
         """Make one call of a tool, and record its step.

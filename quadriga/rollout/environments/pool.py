@@ -168,8 +168,7 @@ class Episode:
         Returns:
             The action as text; see `TextEnvironment.sample`.
         """
-        step = await self._call("sample", (text, seed, reference))
-        return step.text
+        return (await self._call("sample", (text, seed, reference))).text
 
     async def finish(self) -> Step:
         """End the episode, after which it takes no calls. Errors are those of `step`."""

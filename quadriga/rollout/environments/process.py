@@ -62,8 +62,7 @@ class EnvironmentProcess:
         try:
             # A replay in another process must give the same texts, and the order in which a set of
             # texts is iterated depends on this seed.
-            variables = {"PYTHONHASHSEED": "0"}
-            self._program = SupervisedProgram(__name__, program_output_fd, variables)
+            self._program = SupervisedProgram(__name__, program_output_fd, {"PYTHONHASHSEED": "0"})
         finally:
             os.close(program_output_fd)
         self._connection = self._program.connection

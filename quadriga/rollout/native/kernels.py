@@ -390,8 +390,7 @@ def _load() -> Kernels:
         raise _UnavailableError(f"{limit} excludes AVX-512")
     if not torch.cpu._is_avx512_supported():
         raise _UnavailableError("this processor has no AVX-512")
-    compilers = filter(None, map(shutil.which, _COMPILERS))
-    compiler = next(compilers, None)
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise _UnavailableError("no C compiler is installed (gcc would make generation faster)")
 
@@ -403,8 +402,7 @@ def _load() -> Kernels:
     depends_on = "\n".join((source, *_FLAGS, version, cpu_flags))
     digest = hashlib.sha256(depends_on.encode()).hexdigest()[:16]
 
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache_home / "quadriga"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quadriga"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Code from this folder runs in our process, so nobody else may be able to write to it.
     state = folder.stat()

@@ -49,8 +49,7 @@ class GroupShards:
         """The shards, and the whole matrices of the adapter, by the trainer's names."""
         # The matrices of the adapter are not sharded.
         factors = {name: Box((0, 0), shape) for name, shape in self._factors.items()}
-        boxes = self._boxes | factors
-        return {name: (box, self._dtype) for name, box in boxes.items()}
+        return {name: (box, self._dtype) for name, box in (self._boxes | factors).items()}
 
     def hold_shards(self, shards: Mapping[str, Tensor]) -> None:
         """Put tensors in the place of the model's parameters, under all names of each."""

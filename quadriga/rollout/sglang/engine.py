@@ -89,7 +89,7 @@ class SGLangEngine(ThirdPartyEngine):
         max_model_len: int,
         eos_token_ids: Sequence[int],
         *,
-        bucket_bytes: int = 512 << 20,
+        bucket_bytes: int,
         can_sleep: bool = False,
         description: str = "sglang",
     ) -> None:

@@ -296,7 +296,7 @@ class InProcessCore(Core):
         return getattr(owner, method)(*args, **options)
 
     def generate_batch(
-        self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None = None
+        self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None
     ) -> list[Response]:
         """Generate responses, all in the same steps of vLLM.
 
@@ -358,9 +358,7 @@ class ProcessCore(Core):
 
     is_in_process = False
 
-    def __init__(
-        self, library: VLLMLibrary, arguments: dict[str, Any], silent_s: float = 300.0
-    ) -> None:
+    def __init__(self, library: VLLMLibrary, arguments: dict[str, Any], silent_s: float) -> None:
         self._ids = itertools.count(1)
         self._silent_s = silent_s
         # Both are used on the thread's loop: unfinished responses by vLLM's name for the request,

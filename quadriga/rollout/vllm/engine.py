@@ -178,8 +178,7 @@ class VLLMEngine(ThirdPartyEngine):
                 assert shape is not None, "it was just added"
                 adapter = Adapter(shape, Manifest.of(skeleton).select(is_factor))
         make = partial(cls, setup, manifest, eos_token_ids, adapter=adapter, is_vision=is_vision)
-        makers = [make] * setup.rollout.data_parallel_size
-        return start_balanced(makers)
+        return start_balanced([make] * setup.rollout.data_parallel_size)
 
     @property
     def can_sleep(self) -> bool:

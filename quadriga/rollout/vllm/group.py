@@ -107,7 +107,7 @@ class GroupCore(InProcessCore):
             super().__init__(library, arguments, group.device, (name, group.ranks[group.rank]))
 
     def generate_batch(
-        self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None = None
+        self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None
     ) -> list[Response]:
         """Generate responses on all ranks; for the leader.
 
