@@ -58,7 +58,7 @@ def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
     Returns:
         The engines, in order.
     """
-    engines: list[E] = []
+    engines = []
     num_shares = num_shares or len(makers)
     try:
         with process_environment(num_shares if num_shares > 1 else 0):
@@ -166,7 +166,7 @@ class Balancer(RolloutEngine):
         self._require_ready([prompt], [sampling])
         # The length of the response is not known, so its limit counts.
         tokens = len(prompt) + sampling.max_tokens
-        failed: dict[int, Exception] = {}
+        failed = {}
         while usable := [number for number in self.alive if number not in failed]:
             number = min(usable, key=self.in_flight.__getitem__)
             self.in_flight[number] += tokens
@@ -217,8 +217,8 @@ class Balancer(RolloutEngine):
                 # Later responses are not of this batch.
                 engine.count_ended = None
 
-        responses: dict[int, Completion] = {}
-        failed: dict[int, Exception] = {}
+        responses = {}
+        failed = {}
         num_moved = 0
         # Rows of an engine that fails are shared among the remaining ones.
         while len(responses) < len(prompts):
@@ -456,8 +456,8 @@ class Balancer(RolloutEngine):
         Returns:
             Results and errors by the engines' numbers.
         """
-        results: dict[int, R] = {}
-        failed: dict[int, Exception] = {}
+        results = {}
+        failed = {}
         with ThreadPoolExecutor(max(1, len(numbers)), "engine") as threads:
             futures = {number: threads.submit(work, number) for number in numbers}
             try:

@@ -106,7 +106,7 @@ class HFEngine(CausalModelEngine):
             media = self._media_of(row, row_images[row]) if model_type in ONE_TOKEN else ()
             groups[params.max_tokens, params.stops(self.eos_token_ids), media].append(row)
 
-        completions: dict[int, Completion] = {}
+        completions = {}
         for group in groups.values():
             for start in range(0, len(group), self.max_num_seqs):
                 rows = group[start : start + self.max_num_seqs]

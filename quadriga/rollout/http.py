@@ -172,8 +172,8 @@ class Servers:
         Raises:
             RolloutError: no server replied.
         """
-        failures: list[str] = []
-        untried: list[HTTPClient] = []
+        failures = []
+        untried = []
         async with self._slots:
             while len(failures) < self.num_tries * len(self.clients):
                 # A round tries each server once, the least busy one first.
@@ -389,7 +389,6 @@ class HTTPEngine(RolloutEngine):
         read = partial(self._completion, sampling=sampling, chat_ids=chat_ids)
 
         task = asyncio.current_task()
-        assert task is not None
         self._running.add(task)
         try:
             return await self.servers.ask(path, body, read, f"{len(prompt)} prompt tokens")
@@ -425,7 +424,7 @@ class HTTPEngine(RolloutEngine):
             else:
                 texts[-1].append(token)
         urls = iter(image_data_urls(images, self.name))
-        parts: list[dict[str, Any]] = []
+        parts = []
         for number, token_ids in enumerate(texts):
             if number > 0:
                 parts.append({"type": "image_url", "image_url": {"url": next(urls)}})
@@ -579,7 +578,6 @@ class ServedScorer:
             ConfigError: names the server, of several without room the one with the least.
         """
         if self.max_tokens is not None and self.max_tokens <= max_tokens:
-            assert self._least_room is not None
             raise ConfigError(
                 self._least_room.where,
                 got=f"room for {self.max_tokens} tokens (max_model_len)",

@@ -220,7 +220,7 @@ def append_responses(
     is_token = pad(([1] * len(ids) for ids, _, _ in responses), 0).to(prompt_mask.dtype)
     attention_mask = torch.cat((prompt_mask, is_token), -1)
 
-    columns: dict[str, Tensor] = {}
+    columns = {}
     if any(versions):
         # -1 on the padding, which no weights wrote.
         columns["token_versions"] = pad(versions, -1)
@@ -338,7 +338,7 @@ def images_of(prompts: DataProto) -> list[Images | None]:
     columns = prompts.non_tensor_batch
     if "multi_modal_inputs" not in columns:
         return [None] * len(prompts)
-    images: list[Images | None] = []
+    images = []
     cache: dict[tuple[int, tuple[int, ...]], Images] = {}
     for row, inputs in enumerate(columns["multi_modal_inputs"]):
         if not inputs:

@@ -332,7 +332,7 @@ class Conversation:
     @property
     def solution_messages(self) -> list[dict[str, Any]]:
         """The response as messages with role and content, and if present name and tool_calls."""
-        messages: list[dict[str, Any]] = []
+        messages = []
         for turn in self.turns:
             messages += turn.messages or [{"role": turn.role, "content": turn.text}]
         keys = ("role", "content", "name", "tool_calls")
@@ -479,7 +479,7 @@ class Conversation:
         if len(token_ids) >= self.room:
             self.unread.append(turn)
             raise ConversationOver("length")
-        echo_mask: list[int] = []
+        echo_mask = []
         # `content_mask` does not know the tokens of images, so that turns with images have no loss.
         if self.encoder.echo_roles and self.num_assistant_turns and not pictures:
             echo_mask = self.encoder.content_mask(escaped, len(token_ids))
@@ -772,8 +772,8 @@ class TurnEncoder:
         Returns:
             The messages with escaped texts and empty image parts, and the images in order.
         """
-        escaped: list[dict[str, Any]] = []
-        pictures: list[Any] = []
+        escaped = []
+        pictures = []
         for message in messages:
             content = message["content"]
             if isinstance(content, str):

@@ -385,13 +385,13 @@ def load_tools(
         RolloutError: a function cannot be a tool, or a server cannot be reached.
     """
     # The order of the tools is that in which the prompt describes them.
-    specs: list[ToolSpec] = []
+    specs = []
     if turns.enable and turns.function_tool_path:
         specs += function_tools(turns.function_tool_path)
     if turns.enable and turns.tool_config_path:
         specs += class_tools(turns.tool_config_path)
         specs += server_tools(turns.tool_config_path, thread, log_dir)
-    tools: dict[str, ToolSpec] = {}
+    tools = {}
     for spec in specs:
         if spec.name in tools:
             where = "actor_rollout_ref.rollout.multi_turn, tools"

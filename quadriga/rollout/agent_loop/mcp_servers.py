@@ -218,7 +218,7 @@ def server_tools(path: str, thread: ToolThread, log_dir: Path | None) -> list[To
         RolloutError: the package `mcp` is missing or too old, or a server cannot be reached.
     """
     entries = read_tool_file(path).mcp_servers
-    tools: list[ToolSpec] = []
+    tools = []
     if not entries:
         return tools
     where = "mcp_servers"

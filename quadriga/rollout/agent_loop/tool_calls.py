@@ -394,7 +394,7 @@ class ToolBox:
         limit = self.config.max_parallel_calls
         # The error of a tool ends the conversation, so it is raised only after all calls have ended.
         outcomes = await asyncio.gather(*map(self._call, calls[:limit]), return_exceptions=True)
-        responses: list[ToolResult] = []
+        responses = []
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -410,7 +410,7 @@ class ToolBox:
         Raises:
             ToolFailedError: `calc_reward` failed, or did not return a number.
         """
-        rewards: dict[str, float] = {}
+        rewards = {}
         for name in self._tools:
             reward = await self._call_optional(name, "calc_reward")
             if reward is None:

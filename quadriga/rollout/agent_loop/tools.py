@@ -468,7 +468,7 @@ def validator_of(parameters: Mapping[str, Any]) -> Callable[[Any], Any]:
     schemas |= parameters.get("properties", {})
 
     # The arguments as a TypedDict, which pydantic checks.
-    hints: dict[str, Any] = {}
+    hints = {}
     for name, schema in schemas.items():
         type_names = schema.get("type") or []
         if isinstance(type_names, str):
@@ -505,7 +505,7 @@ def _argument_fields(function: Callable[..., Any], where: str) -> dict[str, Any]
             fix="Import the type in the tool's file.",
         ) from error
     parameters.pop("self", None)
-    fields: dict[str, Any] = {}
+    fields = {}
     for name, parameter in parameters.items():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             fix = "Name each argument: a model writes arguments by name."
@@ -529,7 +529,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Split a docstring into the description before its sections, and the text for each argument."""
     # Splitting by a pattern with one group alternates the titles and bodies of the sections.
     description, *sections = _SECTION.split(text)
-    texts: dict[str, str] = {}
+    texts = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):
         if title not in _ARGUMENT_SECTIONS:
             continue

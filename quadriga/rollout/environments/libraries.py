@@ -159,7 +159,7 @@ class TextArenaEnvironment(TextEnvironment):
         """Return the messages that the next agent has not read."""
         state = self._game.state
         agent = state.current_player_id
-        info: dict[str, Any] = {}
+        info = {}
         texts = []
         for sender, message, kind in state.get_current_player_observation():
             if kind is self._own_move and sender == agent:

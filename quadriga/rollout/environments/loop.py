@@ -122,7 +122,7 @@ class EnvironmentAgent(AgentLoop):
         Raises:
             RolloutError: there is no text at all.
         """
-        messages: list[dict[str, Any]] = []
+        messages = []
         if self._pool.config.system_prompt is not None:
             messages.append({"role": "system", "content": self._pool.config.system_prompt})
         if not is_seed(chat.sample):

@@ -107,7 +107,7 @@ class SteppedEnvironment(TextEnvironment):
         """
         reset = self.environment.reset
         result = reset(**accepted_arguments(reset, {**row, "seed": seed}))
-        info: Mapping[str, Any] = {}
+        info = {}
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
             result, info = result
         text = self.observation_text(result, info)
@@ -182,7 +182,7 @@ def _read_step(result: Any) -> tuple[Any, Any, bool, Mapping[str, Any]]:
         )
     # After the reward: terminated, perhaps truncated, and with more than three values the info.
     observation, reward, *flags = result
-    info: Mapping[str, Any] = {}
+    info = {}
     if len(result) > 3:
         info = flags.pop() or {}
     if not isinstance(info, Mapping):

@@ -353,7 +353,7 @@ class DecodePlan:
         Returns:
             The slot of each cell, [P * n], and the cell of each slot, [R].
         """
-        slot_of_cell: list[int] = []
+        slot_of_cell = []
         cell_of_slot = [0] * len(self.places)
         for place, group in enumerate(self.slots_of_prefix):
             for number, slot in enumerate(group):

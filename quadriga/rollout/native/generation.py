@@ -339,7 +339,7 @@ class Generation:
 
         # Mark the prefixes as old, so that requests that start later do not share them. A prefix
         # that is older than one change of weights is marked already.
-        marked: dict[Prefix, OlderPrefix] = {}
+        marked = {}
         for prefix in self.prefixes.prefixes:
             is_marked = isinstance(prefix, OlderPrefix)
             marked[prefix] = prefix if is_marked else OlderPrefix(prefix, older_version)
@@ -408,9 +408,8 @@ class Generation:
         # On the host, because `unique` waits for the device.
         places = torch.tensor(self._prefix_places(started))
         unique_places, rows = places.unique(return_inverse=True)
-        last_hidden = self.prefixes.last_hidden
-        assert last_hidden is not None
-        logits = self.network.logits(last_hidden[unique_places.to(self.device)])  # [U, V]
+        hidden = self.prefixes.last_hidden[unique_places.to(self.device)]
+        logits = self.network.logits(hidden)  # [U, V]
         rules = SamplingRules.from_params([request.sampling for request in started], self.device)
         # Indexing copies the logits, which the sampler overwrites.
         self._sample(logits[rows.to(self.device)], rules, first)
@@ -480,7 +479,7 @@ class Generation:
             Tokens [1, N]; their positions, [1, N], or [3, 1, N] if a prefix has images; and the
             images, None if there are none.
         """
-        tokens: list[int] = []
+        tokens = []
         axis_positions = []  # [3, tokens] of each prefix
         images = []
         for prefix in prefixes:

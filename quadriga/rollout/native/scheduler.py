@@ -72,7 +72,7 @@ class Scheduler(Generic[R]):
             return []
 
         prefixes = {request.prefix for request in self.running}
-        started: list[R] = []
+        started = []
         num_tokens = 0
         for request in self.waiting[:num_free]:
             if request.prefix not in prefixes:

@@ -53,7 +53,7 @@ class GroupShards:
 
     def hold_shards(self, shards: Mapping[str, Tensor]) -> None:
         """Put tensors in the place of the model's parameters, under all names of each."""
-        tensors: dict[str, Tensor] = {}
+        tensors = {}
         for name, buffer in self._model.named_buffers():
             tensors[name] = buffer.to(self._device)
         # A tied weight gets the same parameter under both names.

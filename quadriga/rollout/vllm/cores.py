@@ -160,7 +160,7 @@ class Response:
         # Each version drew the tokens up to the first one of the next version.
         num_tokens = len(self.token_ids)
         ends = [*(first for first, _ in self.versions[1:]), num_tokens]
-        versions: list[int] = []
+        versions = []
         # An engine in this process does not set `versions`: then there is nothing to repeat.
         for end, (_, version) in zip(ends, self.versions, strict=False):
             # With asynchronous scheduling vLLM may draw one token beyond the end of a response.
@@ -308,7 +308,7 @@ class InProcessCore(Core):
             A response for each request, in order. After `abort`, unfinished ones end early.
         """
         self._aborted.clear()
-        responses: dict[str, Response] = {}
+        responses = {}
         try:
             with torch.compiler.set_stance(self._stance):
                 for request in requests:

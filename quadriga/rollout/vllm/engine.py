@@ -354,7 +354,7 @@ class VLLMEngine(ThirdPartyEngine):
             pause = self.core.paused_for_weights(version, keeps_cache=keeps_cache)
         with pause, self._loading(version) as received:
             self.memory.wake("weights")
-            factors: dict[str, Tensor] = {}
+            factors = {}
             model_weights = self._manifest.check_stream(weights, self._frozen)
             if self._slot is not None:
                 model_weights = split_off_adapter(model_weights, factors)
