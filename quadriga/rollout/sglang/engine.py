@@ -109,7 +109,6 @@ class SGLangEngine(ThirdPartyEngine):
         self._running: dict[str, Future[Any]] = {}
         self._aborted: set[str] = set()
         self._num_aborting = 0
-        self._has_dropped_weights = False
         # In a sleep: whether a load has mapped the memory of the weights again.
         self._has_resumed_weights = False
 
@@ -230,17 +229,12 @@ class SGLangEngine(ThirdPartyEngine):
             with self._lock:
                 self._num_aborting -= 1
 
-    @property
-    def has_dropped_weights(self) -> bool:
-        """Whether the weights were dropped in a sleep, so that the next load must bring them."""
-        return self._has_dropped_weights
-
     def sleep(self) -> None:
         """Release memory, on accelerators. The weights are dropped: the next load brings all."""
         super().sleep()
         self._has_resumed_weights = False
         if self.can_sleep:
-            self._has_dropped_weights = True
+            self.has_dropped_weights = True
             self._call("release_memory_occupation", tags=["kv_cache", "weights"])
 
     def wake(self) -> None:
@@ -302,7 +296,7 @@ class SGLangEngine(ThirdPartyEngine):
                 if num_sent:
                     received += self._call("get_weights_by_name", name=FINGERPRINTS)
             self._call("flush_cache")
-        self._has_dropped_weights = False
+        self.has_dropped_weights = False
         if takes_handles:
             # Free the memory that the other processes have closed.
             torch.cuda.ipc_collect()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's engine on the ranks of a rollout group, whose executors all make the same steps.
 
-    leader   generate -> inbox -> broadcast(added, aborted) -> add, abort, step -> responses -> callers
-    member                        receive() -----------------> add, abort, step
+    leader   generate -> broadcast(added, aborted) -> add, abort, step -> responses -> callers
+    member               receive() -----------------> add, abort, step
 
-consumes: requests from the inbox, before each step. The leader steps in the thread that calls
+consumes: new requests, before each step. The leader steps in the thread that calls
     `generate_batch`, or in one of its own.
 waits for: the other ranks, in each step.
 unblocked by: `release`, which tells the members that the batch is over. It sends the checksum of
@@ -44,6 +44,7 @@ class _PendingRequest:
     request: VLLMRequest
     response: Response
     future: Future[Response] = field(default_factory=Future)
+    has_begun: bool = False  # whether vLLM has it
     is_aborted: bool = False
 
 
@@ -82,9 +83,7 @@ class GroupCore(InProcessCore):
     ) -> None:
         self.group = group
         self._lock = threading.Lock()
-        # Requests of the leader by name: those that wait for their first step, and running ones.
-        self._inbox: dict[str, _PendingRequest] = {}
-        self._running_requests: dict[str, _PendingRequest] = {}
+        self._requests: dict[str, _PendingRequest] = {}  # of the leader, by name
         self._is_running = False
         self._has_failed = False
         self._checksum = 0
@@ -139,7 +138,7 @@ class GroupCore(InProcessCore):
     def abort(self) -> None:
         """End all unfinished responses before the next step. Any thread may call this."""
         with self._lock:
-            for call in (*self._running_requests.values(), *self._inbox.values()):
+            for call in self._requests.values():
                 call.is_aborted = True
 
     def follow(self) -> None:
@@ -174,14 +173,14 @@ class GroupCore(InProcessCore):
         super().close()
 
     def _submit(self, calls: list[_PendingRequest]) -> bool:
-        """Put requests into the inbox.
+        """Add requests, which begin before the next step.
 
         Returns:
             Whether the caller has to call `_run`, because no thread makes steps.
         """
         with self._lock:
             for call in calls:
-                self._inbox[str(next(self._ids))] = call
+                self._requests[str(next(self._ids))] = call
             has_to_run = bool(calls) and not self._is_running
             self._is_running |= has_to_run
             return has_to_run
@@ -200,39 +199,37 @@ class GroupCore(InProcessCore):
                         aborted = partial_outputs(self.engine, step.aborted)
                     for output in (*aborted, *self._make_step(step)):
                         with self._lock:
-                            call = self._running_requests.pop(output.request_id)
+                            call = self._requests.pop(output.request_id)
                         self._finish(call, output)
         except BaseException as error:
             with self._lock:
-                failed = [*self._running_requests.values(), *self._inbox.values()]
-                self._running_requests = {}
-                self._inbox = {}
+                failed = self._requests
+                self._requests = {}
                 self._is_running = False
                 self._has_failed = True
             # The callers get the error from their futures, whatever thread this is.
-            for call in failed:
+            for call in failed.values():
                 if call.future.set_running_or_notify_cancel():
                     call.future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
 
     def _next_step(self) -> StepChanges | None:
-        """Move the requests of the inbox to the next step.
+        """Begin new requests with the next step.
 
         Returns:
             The changes before the step; None if there is no request, so that the caller must stop.
         """
+        step = StepChanges({}, [])
         with self._lock:
-            aborted = [
-                name
-                for name, call in self._running_requests.items()
-                if call.is_aborted or call.future.cancelled()
-            ]
-            added = {name: call.request for name, call in self._inbox.items()}
-            self._running_requests |= self._inbox
-            self._inbox = {}
-            self._is_running = bool(self._running_requests)
-        return StepChanges(added, aborted) if self._is_running else None
+            for name, call in self._requests.items():
+                if not call.has_begun:
+                    call.has_begun = True
+                    step.added[name] = call.request
+                elif call.is_aborted or call.future.cancelled():
+                    step.aborted.append(name)
+            self._is_running = bool(self._requests)
+            return step if self._is_running else None
 
     def _make_step(self, step: StepChanges) -> list[Any]:
         """Make a step, as every rank does.
