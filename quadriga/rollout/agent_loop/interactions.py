@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from quadriga.config.multi_turn import InteractionFile, read_tool_file
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread, as_text, end_use
-from quadriga.rollout.agent_loop.tools import load_class
+from quadriga.rollout.agent_loop.tools import load_class, without_none
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,7 @@ class UserSimulator:
         self._make = interactions[self.name]
         self._thread = thread
         self._timeout_s = timeout_s
-        # In a parquet file each row has the keys of all rows, with None for those it did not have.
-        self._kwargs = {key: value for key, value in kwargs.items() if value is not None}
+        self._kwargs = without_none(kwargs)
         del self._kwargs["name"]
 
     async def __aenter__(self) -> "UserSimulator":

@@ -41,7 +41,7 @@ from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.errors import RolloutError, did_you_mean, traceback_text
 from quadriga.observe.watchdog import place_of
 from quadriga.rollout.agent_loop.parsers import ToolCall
-from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec, WithImages
+from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec, WithImages, without_none
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -337,8 +337,7 @@ class ToolBox:
         self.specs = specs
         self.config = config
         self.thread = thread
-        # In a parquet file each row has the keys of all rows, with None for those it did not have.
-        by_name = {name: kwargs for name, kwargs in tools_kwargs.items() if kwargs is not None}
+        by_name = without_none(tools_kwargs)
         unknown = [name for name in by_name if name not in specs]
         if unknown:
             raise RolloutError(

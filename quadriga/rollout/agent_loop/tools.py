@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from inspect import Parameter
 from operator import or_
 from pathlib import Path
 from typing import Any, NotRequired, Required, TypeVar, cast, overload
@@ -189,17 +190,14 @@ class ToolSpec:
             tool_kwargs: the entry of the sample's `tools_kwargs` for this tool.
 
         Returns:
-            Keyword arguments by key, such as "execute_kwargs". Values that are None are left out:
-            in a parquet file each row has the keys of all rows.
+            Keyword arguments by key, such as "execute_kwargs", without those that are None.
 
         Raises:
             RolloutError: the tool does not take a key or an argument, or a value is no mapping.
         """
         where = f"tools_kwargs.{self.name}"
         kwargs: dict[str, dict[str, Any]] = {}
-        for key, value in tool_kwargs.items():
-            if value is None:
-                continue
+        for key, value in without_none(tool_kwargs).items():
             if key not in self.options or not isinstance(value, Mapping):
                 expected = "nothing"
                 if self.options:
@@ -210,21 +208,25 @@ class ToolSpec:
                     expected=expected,
                     fix="Correct extra_info.tools_kwargs of the row.",
                 )
-            kwargs[key] = {name: part for name, part in value.items() if part is not None}
+            kwargs[key] = without_none(value)
             known_names = self.options[key]
             if known_names is None:
                 continue
             unknown_names = kwargs[key].keys() - known_names
             if unknown_names:
+                known = ", ".join(sorted(known_names))
                 raise RolloutError(
                     f"{where}.{key}",
                     got=", ".join(sorted(unknown_names)),
-                    expected=f"one of {', '.join(sorted(known_names))}"
-                    if known_names
-                    else "nothing",
+                    expected=f"one of {known}" if known else "nothing",
                     fix="What tools_kwargs may set stands after a `*` in the function's parameters.",
                 )
         return kwargs
+
+
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that are set. In a parquet file each row has the keys of all rows, perhaps with None."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def faults_of(error: ValidationError) -> list[str]:
@@ -279,13 +281,10 @@ def function_spec(
     """
     schema, validate = describe(function, name=name, description=description)
     # A sample may set the hidden parameters: those after a `*`, or any with `**kwargs`.
-    hidden_names: set[str] = set()
-    takes_any_name = False
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            hidden_names.add(parameter.name)
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            takes_any_name = True
+    parameters = inspect.signature(function).parameters
+    kinds = {name: parameter.kind for name, parameter in parameters.items()}
+    hidden_names = [name for name, kind in kinds.items() if kind is Parameter.KEYWORD_ONLY]
+    takes_any_name = Parameter.VAR_KEYWORD in kinds.values()
     options = {"execute_kwargs": None if takes_any_name else frozenset(hidden_names)}
     return ToolSpec(as_tool(function), schema, validate, options)
 
@@ -507,20 +506,20 @@ def _argument_fields(function: Callable[..., Any], where: str) -> dict[str, Any]
     parameters.pop("self", None)
     fields = {}
     for name, parameter in parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+        if parameter.kind is Parameter.VAR_POSITIONAL:
             fix = "Name each argument: a model writes arguments by name."
             raise RolloutError(where, got=f"*{name}", expected="named parameters", fix=fix)
         # Hidden from the model: a sample's `tools_kwargs` set these.
-        if parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+        if parameter.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD):
             continue
-        if parameter.annotation is inspect.Parameter.empty:
+        if parameter.annotation is Parameter.empty:
             raise RolloutError(
                 where,
                 got=f"{name} without a type hint",
                 expected="a type for each argument",
                 fix=f"Write for instance `{name}: str`.",
             )
-        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        default = ... if parameter.default is Parameter.empty else parameter.default
         fields[name] = (parameter.annotation, default)
     return fields
 
