@@ -352,9 +352,8 @@ def load_class(reference: str, folder: Path, base: type, where: str) -> Any:
     place, _, name = reference.rpartition(separator)
     if not place or not name:
         raise ConfigError(where, repr(reference), expected="file.py:Name or package.module.Name")
-    source: Path | str = f"{PACKAGE}{place}"
-    if place.endswith(".py"):
-        source = folder / Path(place).expanduser()
+    is_file = place.endswith(".py")
+    source = folder / Path(place).expanduser() if is_file else f"{PACKAGE}{place}"
     user_class = member_of(import_file(source, where), name, where, base=base)
     require_methods(user_class, base, where, ConfigError)
     return user_class

@@ -138,12 +138,10 @@ class TextArenaEnvironment(TextEnvironment):
             if isinstance(reward, str):
                 # Some games swap the reward of an invalid move and its reason.
                 rewards[number] = float(str(reason).rpartition(": ")[2])
-        best = max(rewards.values(), default=0)
         # A winner has the reward 1. Some games pay less than that for an invalid move, which wins
         # nothing.
-        wins = []
-        if best >= 1:
-            wins = [number for number, reward in rewards.items() if reward == best]
+        best = max([1, *rewards.values()])
+        wins = [number for number, reward in rewards.items() if reward == best]
         is_invalid = bool(agent_info.get("invalid_move"))
         info = {"is_invalid": is_invalid, "reason": reason, "wins": wins}
         return Step(str(reason or ""), agent, rewards, is_done=True, info=info)

@@ -126,9 +126,7 @@ class SteppedEnvironment(TextEnvironment):
                 return Step(f"Error: {error}", self._agent, info={"is_invalid": True})
         result = self.environment.step(action)
         observation, reward, is_done, info = _read_step(result)
-        rewards = reward
-        if not isinstance(reward, Mapping):
-            rewards = {self._agent: reward}
+        rewards = reward if isinstance(reward, Mapping) else {self._agent: reward}
         text = self.observation_text(observation, info)
         self._agent = info.get("agent", 0)
         return Step(text, self._agent, rewards, is_done, self._add_state(info, observation))

@@ -691,14 +691,10 @@ def compiled_attention(
         dtype: dtype of the KV cache.
         head_size: D.
     """
-    loops: Kernels | TritonKernels | None = None
-    if device.type == "cpu":
-        loops = kernels()
+    loops: Kernels | TritonKernels | None = kernels() if device.type == "cpu" else None
     if dtype in HALF_DTYPES and can_launch_triton(device):
         loops = TritonKernels()
-    if loops is None or not loops.can_attend(head_size):
-        return None
-    return loops
+    return loops if loops is not None and loops.can_attend(head_size) else None
 
 
 def attend_part(

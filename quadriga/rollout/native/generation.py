@@ -524,9 +524,7 @@ class Generation:
 
         # The latest token of each slot is the input of the step.
         tokens = [request.token_ids[-1] for request in requests]
-        logits = None
-        if self.graphs is not None:
-            logits = self.graphs.logits(self.plan, tokens, written)
+        logits = self.graphs.logits(self.plan, tokens, written) if self.graphs else None
         # There are no graphs, or none for the current memory yet.
         if logits is None:
             positions = self.plan.start_step(written)

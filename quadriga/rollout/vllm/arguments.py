@@ -40,9 +40,7 @@ def arguments_of(
         max_num_seqs = SEQUENCES_ON_GPU
     # A pass has at least one token of each sequence. On a CPU it also holds a whole prompt: vLLM
     # cannot divide a prompt with a seed there, because it cannot reset the generator.
-    smallest_pass = max_num_seqs
-    if is_on_cpu:
-        smallest_pass = max(smallest_pass, setup.max_model_len)
+    smallest_pass = max(max_num_seqs, setup.max_model_len) if is_on_cpu else max_num_seqs
     # Training needs log-probabilities before filters. vLLM reports those only at temperature 1,
     # which the checks of the configuration require.
     is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0

@@ -428,14 +428,12 @@ class VLLMEngine(ThirdPartyEngine):
             The content of a bucket is valid until the next one.
         """
         if self.core.is_in_process:
+            # Either way the storage is a new object, so `load_bucket` sees when vLLM frees it.
+            copy = torch.from_dlpack if self.is_load_stable else torch.clone
 
             def put(weight: tuple[str, Tensor], _: int) -> tuple[str, Tensor]:
-                # Either way the storage is a new object, so `load_bucket` sees when vLLM frees it.
                 name, tensor = weight
-                tensor = tensor.detach()
-                if self.is_load_stable:
-                    return name, torch.from_dlpack(tensor)
-                return name, tensor.clone()
+                return name, copy(tensor.detach())
 
             yield from buckets(weights, num_bytes, self.bucket_bytes, put)
             return

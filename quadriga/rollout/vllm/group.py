@@ -194,9 +194,7 @@ class GroupCore(InProcessCore):
                     if step is None:
                         break
                     self.group.broadcast(step if any(step) else None)
-                    aborted = []
-                    if step.aborted:
-                        aborted = partial_outputs(self.engine, step.aborted)
+                    aborted = partial_outputs(self.engine, step.aborted) if step.aborted else []
                     for output in (*aborted, *self._make_step(step)):
                         with self._lock:
                             call = self._requests.pop(output.request_id)
