@@ -7,7 +7,6 @@ weights     begin_weight_update -> update_weights_from_tensor (for each bucket)
 """
 
 import asyncio
-import itertools
 import json
 import math
 import pickle
@@ -101,7 +100,6 @@ class SGLangEngine(ThirdPartyEngine):
         self.description = description
         if not connection.has_seeds:
             self.description += f"; {_UNSEEDED}"
-        self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         # Held while requests are sent, so that `abort` sees all of a batch or none. Guards the rest.
         self._lock = threading.Lock()
         # Pending replies by SGLang's name of the request, the requests that `abort` may have ended,
@@ -318,7 +316,7 @@ class SGLangEngine(ThirdPartyEngine):
 
         Needs the lock.
         """
-        request_id = next(self._ids)
+        request_id = uuid.uuid4().hex
         sampling_params = {
             "max_new_tokens": sampling.max_tokens,
             **sampling.drawing,
