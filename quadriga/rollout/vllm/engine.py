@@ -138,9 +138,7 @@ class VLLMEngine(ThirdPartyEngine):
                 fix=f"pip install 'vllm>={LEAST_OF_ADAPTERS}',"
                 " or set actor_rollout_ref.model.lora_merge=true.",
             )
-        self.arguments = arguments_of(
-            setup, adapter, is_vision=is_vision, can_sleep=setup.can_sleep
-        )
+        self.arguments = arguments_of(setup, adapter, is_vision=is_vision)
         self.core = self._make_core()
         self.memory = VLLMMemory(self.core, setup.can_sleep)
         self._slot = None if adapter is None else AdapterSlot(adapter, self.library, self.core)
@@ -226,12 +224,11 @@ class VLLMEngine(ThirdPartyEngine):
         return response.completion(sampling, self.log_probs_of, self.weight_version)
 
     async def _complete(
-        self, core: ProcessCore, prompt: Prompt, sampling: SamplingParams, images: Images | None
+        self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> Completion:
         """Generate one response, on the loop of the core's thread.
 
         Args:
-            core: vLLM's engine.
             prompt: token ids.
             sampling: how the response is sampled.
             images: images of the prompt.
@@ -242,7 +239,7 @@ class VLLMEngine(ThirdPartyEngine):
             return request, self.weight_version
 
         with self._translated_errors():
-            response = await core.respond(make_request)
+            response = await self.core.respond(make_request)
         _, last_version = response.versions[-1]
         return response.completion(sampling, self.log_probs_of, last_version)
 
@@ -268,7 +265,7 @@ class VLLMEngine(ThirdPartyEngine):
         """
         assert isinstance(self.core, ProcessCore), "beside training vLLM has a process of its own"
         rows = zip(prompts, sampling, images or [None] * len(prompts), strict=True)
-        return [self.core.start(self._complete(self.core, *row)) for row in rows]
+        return [self.core.start(self._complete(*row)) for row in rows]
 
     def between_steps(
         self, work: Callable[[], None], *, keeps_cache: bool, recomputes: bool = False
