@@ -294,7 +294,8 @@ def partial_outputs(engine: Any, names: Container[str]) -> list[Any]:
 
 def cache_tensors(worker: Any) -> Sequence[Tensor]:
     """Tensors of the KV cache of vLLM's worker; empty if this version keeps them elsewhere."""
-    tensors = getattr(getattr(worker, "model_runner", None), "kv_caches", None)
+    runner = getattr(worker, "model_runner", None)
+    tensors = getattr(runner, "kv_caches", None)
     is_known = isinstance(tensors, list) and all(map(torch.is_tensor, tensors))
     return tensors if is_known else ()
 
