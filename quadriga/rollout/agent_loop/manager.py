@@ -26,6 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -549,18 +550,23 @@ def to_batch(
             echo_mask[row, : len(chat.echo_mask)] = torch.tensor(chat.echo_mask)
         tensors["echo_mask"] = echo_mask
 
-    non_tensors = {"num_turns": object_array(len(chat.turns) for chat in chats)}
-    for name in _CONVERSATION_COLUMNS:
-        non_tensors[name] = object_array(getattr(chat, name) for chat in chats)
-    if all("rollout_id" in chat.sample.columns for chat in chats):
-        ids = [chat.sample.columns["rollout_id"] for chat in chats]
-        non_tensors["rollout_id"] = object_array(ids)
+    non_tensors = _conversation_columns(chats)
     if chats and chats[0].processor is not None:
         inputs = [{} if shown is None else shown.inputs for shown in images]
         non_tensors["multi_modal_inputs"] = object_array(inputs)
     if has_grades:
         non_tensors["reward_outcome"] = object_array(chat.outcome for chat in chats)
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
+
+
+def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray]:
+    """Columns of objects [B] that describe the course of each conversation, and `rollout_id`."""
+    columns = {"num_turns": object_array(len(chat.turns) for chat in chats)}
+    for name in _CONVERSATION_COLUMNS:
+        columns[name] = object_array(getattr(chat, name) for chat in chats)
+    if all("rollout_id" in chat.sample.columns for chat in chats):
+        columns["rollout_id"] = object_array(chat.sample.columns["rollout_id"] for chat in chats)
+    return columns
 
 
 def _prompt_columns(

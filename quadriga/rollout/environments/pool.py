@@ -121,8 +121,11 @@ class EnvironmentPool:
 
     def take_metrics(self) -> dict[str, Metric]:
         """Failures and restarts since the last call, as metrics."""
-        # `pop` reads and resets at once, because the threads of the hosts go on counting.
-        return {f"env/{name}": Metric(self._counts.pop(name, 0), "sum") for name in _COUNTS}
+        metrics = {}
+        for name in _COUNTS:
+            # `pop` reads and resets at once, because the threads of the hosts go on counting.
+            metrics[f"env/{name}"] = Metric(self._counts.pop(name, 0), "sum")
+        return metrics
 
     def close(self) -> None:
         """End all processes. A call in progress fails."""
