@@ -390,9 +390,9 @@ class Balancer(RolloutEngine):
             self._restarted.discard(number)
             if self._makers:
                 self._restarts.request(number)
-            left = len(self.alive)
+            num_alive = len(self.alive)
             logger.warning(
-                "%s gets no more requests, %d are left: %s", self._title(number), left, error
+                "%s gets no more requests, %d are left: %s", self._title(number), num_alive, error
             )
 
     def _error_of_all(self, failed: Mapping[int, Exception]) -> Exception:

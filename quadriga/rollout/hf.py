@@ -270,8 +270,8 @@ class _TokenChooser(LogitsProcessor):
         uniforms = torch.from_numpy(numbers).to(scores.device)
         # The sampler overwrites its logits.
         tokens, log_probs, sampling_log_probs = sample(scores.float().clone(), self.rules, uniforms)
-        columns = (tokens.tolist(), log_probs.tolist(), sampling_log_probs.tolist())
-        for row, (token, log_prob, sampling_log_prob) in enumerate(zip(*columns, strict=True)):
+        rows = zip(tokens.tolist(), log_probs.tolist(), sampling_log_probs.tolist(), strict=True)
+        for row, (token, log_prob, sampling_log_prob) in enumerate(rows):
             self.token_ids[row].append(token)
             self.log_probs[row].append(log_prob)
             self.sampling_log_probs[row].append(sampling_log_prob)

@@ -54,8 +54,8 @@ class Manifest:
         weights: dict[str, tuple[Box, torch.dtype]] = {}
         for name, shape in self.shapes.items():
             if weights.keys().isdisjoint(self.same[name]):
-                whole = Box((0,) * len(shape), shape)
-                weights[name] = (whole, self.buffers.get(name, dtype))
+                full_box = Box((0,) * len(shape), shape)
+                weights[name] = (full_box, self.buffers.get(name, dtype))
         return weights
 
     def select(self, accepts: Callable[[str], bool]) -> "Manifest":
