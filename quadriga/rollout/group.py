@@ -77,8 +77,8 @@ class RolloutGroup:
         with detect_lost_peer(f"{self}, in a message to its members"):
             dist.broadcast(torch.tensor([len(content)]), self.ranks[0], self.messages)
             if content:
-                buffer = torch.frombuffer(content, dtype=torch.uint8)
-                dist.broadcast(buffer, self.ranks[0], self.messages)
+                numbers = torch.frombuffer(content, dtype=torch.uint8)
+                dist.broadcast(numbers, self.ranks[0], self.messages)
 
     def receive(self, *, is_idle: bool = False) -> Any:
         """Receive the leader's next message.
