@@ -48,7 +48,7 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/background.py:off_the_loop": "half of a pair with `run_coroutine`",
     "quadriga/cli/generate.py:answer_rows": "what `quadriga verl` calls by its name",
     "packages/quadriga_verl/shim/tools.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
-    "packages/quadriga_verl/commands/programs.py:set_generation": "an entry of a table of rules",
+    "packages/quadriga_verl/commands/programs.py:cut_prompts_at_end": "an entry of a table of rules",
     "packages/quadriga_verl/shim/rewards.py:_ManagerAdapter._make_manager": "a coroutine, run in the manager's thread",
     "quadriga/models/experts.py:_RouterHooks.clear_tokens": "a hook of a layer",
     "quadriga/data/generated.py:DynamicGenDataset.on_batch_end": "what the loop calls",

@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +54,7 @@ from quadriga.workers import base
 from quadriga.workers.actor_rollout_ref import PARTS, ActorRolloutRefWorker
 from quadriga.workers.base import COPIED, Learner, choose_device
 from quadriga.workers.models import sizes_of_models
-from quadriga_verl.commands.meaning import set_auto_device
+from quadriga_verl.commands.meaning import set_run_key
 from tests.gpu.test_cuda import make_engine, make_model
 from tests.limits import SOON_S
 from tests.rehearsal.in_worker import FINDINGS, STARTED
@@ -255,10 +256,9 @@ def test_what_other_parts_decide_by_the_device(
         sys.modules, "vllm.v1.executor.uniproc_executor", SimpleNamespace(UniProcExecutor=base)
     )
     assert executor(torch.device("cuda", 1))()._distributed_args() == ("meeting place", 0, 1)
-    line = SimpleNamespace(
-        set=lambda key, value: None, note=stand_in.counts.update, sentence=["a note"]
-    )
-    set_auto_device(line, "trainer.device", "npu")
+    note = partial(stand_in.counts.update, ["a note"])
+    line = SimpleNamespace(set=lambda key, value: None, note=note)
+    set_run_key(line, "trainer.device", "npu")
     assert stand_in.counts["a note"] == 1
 
 
