@@ -4,7 +4,6 @@
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import (
-    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -264,7 +263,7 @@ class AlgorithmConfig(Section):
 
     adv_estimator: Name = "grpo"
     """Name of a registered advantage estimator, or `path/to/file.py:function`."""
-    adv_options: dict[str, Any] = Field(default_factory=dict)
+    adv_options: dict[str, Any] = {}
     """Open dictionary: options of that estimator, under its own names."""
     gamma: Share = 1.0
     """Discount of a later reward, per token, in [0, 1]."""
@@ -276,9 +275,9 @@ class AlgorithmConfig(Section):
     """Whether the KL divergence from the reference model is subtracted from the reward of each token."""
     kl_penalty: KLKind = "kl"
     """Estimator of that divergence."""
-    kl_ctrl: KLControlConfig = Field(default_factory=KLControlConfig)
-    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
+    kl_ctrl: KLControlConfig = KLControlConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     use_pf_ppo: bool = False
     """Whether the batch of an update is drawn from the responses with replacement, by their scores."""
-    pf_ppo: PFPPOConfig = Field(default_factory=PFPPOConfig)
-    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+    pf_ppo: PFPPOConfig = PFPPOConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, model_validator
 
 from quadriga.config.base import Section, refuse
 from quadriga.config.types import Count, MinusOneOrCount, Name, PathText, PathTexts
@@ -30,7 +30,7 @@ class CustomDatasetConfig(FromFile):
     """Python file that holds the class. null: `RLHFDataset`."""
     name: str | None = None
     """Name of the class in that file."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = {}
     """Open dictionary: keys of that class, which it reads as `config.NAME`, `config["NAME"]` or `config.get("NAME")`.
     On a command line `+data.NAME=VALUE` is one of them."""
 
@@ -50,7 +50,7 @@ class DataGenConfig(FromFile):
     """Python file that holds the class, a subclass of `quadriga.data.AbstractDataGenerator`. null: none."""
     name: str | None = None
     """Name of the class in that file."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = {}
     """Open dictionary: `config.options` of that class."""
 
 
@@ -99,7 +99,7 @@ class DataConfig(Section):
     """Training data: a path, a glob, a URL that fsspec opens, or a list of these (parquet, json, jsonl)."""
     val_files: PathTexts = ""
     """Validation data, in the forms of `data.train_files`. Empty: none."""
-    mixture: list[PositiveFloat] = Field(default_factory=list)
+    mixture: list[PositiveFloat] = []
     """Shares of the entries of `data.train_files` among the rows that are drawn, one for each: `[0.7, 0.3]`. Empty:
     each row of all files is drawn once an epoch."""
     mixture_until: Literal["first", "all"] = "first"
@@ -124,7 +124,7 @@ class DataConfig(Section):
     video_key: Name | None = "videos"
     """Column that holds the videos of a prompt, for each `<video>` in it one: paths, {"bytes": ...}, lists of frames,
     or {"frames": ..., "fps": ...}. null: none, and `<video>` is text."""
-    mm_processor_kwargs: ImageSizeConfig = Field(default_factory=ImageSizeConfig)
+    mm_processor_kwargs: ImageSizeConfig = ImageSizeConfig()
     reward_fn_key: Name = "data_source"
     """Column that names the data source of a row; it chooses the built-in grader."""
     max_prompt_length: Count = 512
@@ -150,7 +150,7 @@ class DataConfig(Section):
     """Whether rows contain the chat messages as `raw_prompt`."""
     return_full_prompt: bool = False
     """Whether rows contain the rendered text of the prompt as `full_prompts`."""
-    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, Any] = {}
     """Open dictionary: arguments for the tokenizer's chat template, such as `enable_thinking: false`."""
     filter_overlong_prompts: bool = False
     """Whether prompts over `data.max_prompt_length` (supervised: `data.max_length`) are left out, and counted."""
@@ -178,9 +178,9 @@ class DataConfig(Section):
     """Processes that prepare rows. 0: the trainer's own."""
     cache_dir: PathText = "~/.cache/quadriga"
     """Directory for copies of remote files and for the results of the over-long filter."""
-    custom_cls: CustomDatasetConfig = Field(default_factory=CustomDatasetConfig)
-    datagen: DataGenConfig = Field(default_factory=DataGenConfig)
-    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+    custom_cls: CustomDatasetConfig = CustomDatasetConfig()
+    datagen: DataGenConfig = DataGenConfig()
+    sampler: SamplerConfig = SamplerConfig()
 
     @property
     def chat_columns(self) -> tuple[str, ...]:

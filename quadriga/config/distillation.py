@@ -3,7 +3,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NegativeFloat, PositiveFloat, model_validator
+from pydantic import NegativeFloat, PositiveFloat, model_validator
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
 from quadriga.config.base import Findings, ReadIf, fill_missing, notice_unused
@@ -20,7 +20,7 @@ class DistillationConfig(ParallelConfig):
     """Whether the student learns from a teacher's probabilities of the tokens of each response."""
     path: PathText | None = None
     """The teacher: a folder, a hub name, or addresses of servers with vLLM's API (`http://host:8000`), with commas."""
-    teachers: dict[str, PathText] = Field(default_factory=dict)
+    teachers: dict[str, PathText] = {}
     """Open dictionary: data source -> its teacher, where it is not `path`."""
     loss_mode: KLKind | Literal["forward_kl_topk"] = "k1"
     """Reverse KL by one of these estimators of the drawn token; or forward KL on the teacher's `topk` tokens."""
@@ -39,10 +39,10 @@ class DistillationConfig(ParallelConfig):
     """Lower bound to which log-probabilities of student and teacher are clamped, in nats. null: none."""
     log_prob_max_token_len_per_gpu: Count = 16384
     """Tokens in one pass of a teacher."""
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    engine_kwargs: dict[str, Any] = {}
     """Open dictionary: of teachers that are servers, `model` (the name they serve), `headers`, `timeout_s`, `num_tries`
     and `max_num_seqs` (requests in flight)."""
-    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = FSDPConfig()
 
     @model_validator(mode="before")
     @classmethod

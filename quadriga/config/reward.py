@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveFloat
+from pydantic import PositiveFloat
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
 from quadriga.config.base import Findings, ReadIf, Section, notice_unused
@@ -35,7 +35,7 @@ class RewardClassifierConfig(Section):
     the policy's tokens are used as they are. auto: rendered again where vocabulary or template differ."""
     trust_remote_code: bool = False
     """Whether code that comes with the reward model may be run."""
-    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = FSDPConfig()
 
 
 class RewardModelConfig(ParallelConfig):
@@ -43,7 +43,7 @@ class RewardModelConfig(ParallelConfig):
 
     enable: bool = False
     """Whether a reward model grades. A `custom_reward_function` is added to it; built-in graders are then not used."""
-    model: RewardClassifierConfig = Field(default_factory=RewardClassifierConfig)
+    model: RewardClassifierConfig = RewardClassifierConfig()
     micro_batch_size_per_gpu: Annotated[Count | None, ReadIf("use_dynamic_bsz", (False,))] = None
     """Sequences in one pass of the reward model. null: as many as `forward_max_token_len_per_gpu` allows."""
     use_dynamic_bsz: bool = False
@@ -60,7 +60,7 @@ class RewardModelConfig(ParallelConfig):
     """Seconds that grading one response may take; then it is stopped and counted as an error."""
     max_error_rate: Share = 0.05
     """Share of a batch whose grading raised or ran out of time above which the run stops, in [0, 1]."""
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = {}
     """Open dictionary: options of the reward manager."""
 
     @property
@@ -91,7 +91,7 @@ class CustomRewardFunctionConfig(Section):
     """Python file that holds the function, or `pkg://package.module`. null: the built-in grader of the data source."""
     name: Name = "compute_score"
     """Name of the function in that file: `f(data_source, solution_str, ground_truth, extra_info=None)`."""
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = {}
     """Open dictionary: further keyword arguments for the function, or options of the built-in graders."""
 
 

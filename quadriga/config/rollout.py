@@ -4,7 +4,7 @@
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat
 
 from quadriga.config.actor import LogProbConfig
 from quadriga.config.base import Findings, ReadIf, Section, notice_unused, refuse
@@ -123,9 +123,9 @@ class RolloutConfig(LogProbConfig):
     given, `vllm` on a GPU takes up to 1024, as far as its KV cache reaches."""
     ignore_eos: bool = False
     """Whether generation continues after the end-of-text token, up to `data.max_response_length`."""
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[int] = []
     """Token ids that end a response, besides the model's own."""
-    stop: list[Name] = Field(default_factory=list)
+    stop: list[Name] = []
     """Stop strings: texts that end a response; the token that completes one is kept."""
     max_model_len: Count | None = None
     """Longest sequence of the engine, in tokens. null: `data.max_prompt_length + data.max_response_length`."""
@@ -164,12 +164,12 @@ class RolloutConfig(LogProbConfig):
     `sglang` after a start, else never."""
     trace_dir: PathText | None = None
     """Folder for one JSONL record of each trajectory: turns, tokens, times, tool calls. null: none is written."""
-    skip: SkipConfig = Field(default_factory=SkipConfig)
-    multi_turn: MultiTurnConfig = Field(default_factory=MultiTurnConfig)
-    agent: AgentConfig = Field(default_factory=AgentConfig)
-    serve: ServeConfig = Field(default_factory=ServeConfig)
-    val_kwargs: SamplingConfig = Field(default_factory=SamplingConfig)
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    skip: SkipConfig = SkipConfig()
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    agent: AgentConfig = AgentConfig()
+    serve: ServeConfig = ServeConfig()
+    val_kwargs: SamplingConfig = SamplingConfig()
+    engine_kwargs: dict[str, Any] = {}
     """Open dictionary: options of the named engine, for `vllm` and `sglang` under that name as well; for `scripted` the
     `responses_file`, for `http` the `urls` and the `model`, for servers of SGLang the `url` or the `urls`."""
 

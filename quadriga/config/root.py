@@ -7,7 +7,7 @@ Both are accepted; messages use the short one.
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from quadriga.config.actor import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from quadriga.config.algorithm import AlgorithmConfig
@@ -122,10 +122,10 @@ _SHORT = {
 class ActorRolloutRefConfig(Section):
     """The policy as the trained actor, the generating rollout and the frozen reference."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    actor: ActorConfig = Field(default_factory=ActorConfig)
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    ref: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    model: ModelConfig = ModelConfig()
+    actor: ActorConfig = ActorConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    ref: ReferenceConfig = ReferenceConfig()
 
 
 class Config(Section):
@@ -134,20 +134,18 @@ class Config(Section):
     task: Literal["rl", "sft", "reward_model"] = "rl"
     """Task. rl: train a policy by rewards; sft: train a model on responses (supervised fine-tuning);
     reward_model: train a reward model that scores the better response of a pair higher."""
-    data: DataConfig = Field(default_factory=DataConfig)
-    env: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
-    actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
-    critic: CriticConfig = Field(default_factory=CriticConfig)
-    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
-    custom_reward_function: CustomRewardFunctionConfig = Field(
-        default_factory=CustomRewardFunctionConfig
-    )
-    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    async_training: AsyncTrainingConfig = Field(default_factory=AsyncTrainingConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    global_profiler: ProfilerConfig = Field(default_factory=ProfilerConfig)
-    ray_kwargs: RayConfig = Field(default_factory=RayConfig)
+    data: DataConfig = DataConfig()
+    env: EnvironmentConfig = EnvironmentConfig()
+    actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
+    distillation: DistillationConfig = DistillationConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    async_training: AsyncTrainingConfig = AsyncTrainingConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    global_profiler: ProfilerConfig = ProfilerConfig()
+    ray_kwargs: RayConfig = RayConfig()
 
     @model_validator(mode="before")
     @classmethod

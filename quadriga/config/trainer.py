@@ -7,7 +7,7 @@ from string import Formatter
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, model_validator
 
 from quadriga.config.base import Findings, ReadIf, Section, notice_unused, refuse
 from quadriga.config.types import Count, Meaning, Name, PathText, ResumeMode
@@ -101,7 +101,7 @@ class TrainerConfig(Section):
     """Name of the project, for trackers and for the run's directory."""
     experiment_name: Annotated[Name, AfterValidator(_check_name_in_path)] = "run"
     """Name of the run, for trackers and for the run's directory."""
-    logger: Tracker | list[Tracker] = Field(default_factory=lambda: ["console"])
+    logger: Tracker | list[Tracker] = ["console"]
     """Trackers that metrics are logged to: one name or a list."""
     seed: NonNegativeInt = 1
     """Seed of every random choice of the run except the order of the data (`data.seed`)."""
@@ -157,7 +157,7 @@ class TrainerConfig(Section):
     placement: Placed = "together"
     """Roles that are colocated in one resource pool. together: all; grouped: actor with rollout, critic with reference;
     apart: none. Or the pool of each role by name: {actor_rollout: one, ref: two, critic: two}."""
-    resource_pools: Pools = Field(default_factory=dict)
+    resource_pools: Pools = {}
     """Pools of another shape than `nnodes` and `n_gpus_per_node` say: name -> ranks on each machine."""
     max_worker_restarts: NonNegativeInt = 3
     """Times within an hour that the workers are started again after a process or a node was lost; the run goes on from
@@ -268,9 +268,7 @@ class TrainerConfig(Section):
 class RayConfig(Section):
     """The cluster; read with `trainer.backend=ray`."""
 
-    ray_init: Annotated[dict[str, Any], AfterValidator(_check_ray_arguments)] = Field(
-        default_factory=dict
-    )
+    ray_init: Annotated[dict[str, Any], AfterValidator(_check_ray_arguments)] = {}
     """Arguments of `ray.init`, such as `address` (a cluster that is up) or `num_cpus` (of one that is started for the
     run). Without an address: that of the variable RAY_ADDRESS, else a cluster on this machine for the run alone."""
     timeline_json_file: PathText | None = None
@@ -285,9 +283,7 @@ class ProfilerConfig(Section):
     ] = None
     """`torch` writes a timeline of all processes, `torch_memory` memory snapshots (CUDA), `nsys` runs them under Nsight
     Systems (CUDA). null: no profile."""
-    steps: Annotated[list[Count], ReadIf("tool", (None,), is_listed=False)] = Field(
-        default_factory=list
-    )
+    steps: Annotated[list[Count], ReadIf("tool", (None,), is_listed=False)] = []
     """Training steps to profile, counted from 1."""
     save_path: PathText = "outputs/profile"
     """Directory for profiles."""
