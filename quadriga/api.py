@@ -433,8 +433,9 @@ class Run:
             names = (*measured[:1], *validations)
         for name in names:
             if name not in known_names:
-                expected = f"one of {', '.join(sorted(known_names))}"
-                raise ConfigError("run.plot", got=name, expected=expected)
+                raise ConfigError(
+                    "run.plot", got=name, expected=f"one of {', '.join(sorted(known_names))}"
+                )
         return Picture({name: list(metrics[name].dropna().items()) for name in names})
 
     @cached_property

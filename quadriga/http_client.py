@@ -196,9 +196,12 @@ class HTTPClient:
                 failure = str(lost)
                 pause_s = lost.retry_after_s
             if attempt == max_attempts:
-                got = f"{failure} (the last of {max_attempts} attempts)"
-                fix = "Check that the service is up, and lower the rate of requests if it is busy."
-                raise self.error(self.where, got=got, expected="a reply in JSON", fix=fix)
+                raise self.error(
+                    self.where,
+                    got=f"{failure} (the last of {max_attempts} attempts)",
+                    expected="a reply in JSON",
+                    fix="Check that the service is up, and lower the rate of requests if it is busy.",
+                )
             if pause_s is None:
                 pause_s = min(_MAX_PAUSE_S, backoff_s * 2 ** (attempt - 1))
                 # Callers that failed together must not retry together.
@@ -249,8 +252,12 @@ class HTTPClient:
             raise ServerLostError(f"status {status}: {text[:_MAX_QUOTE_CHARS]}", retry_after_s)
         if status != 200:
             where = f"{self.where}/{path}" if path else self.where
-            got = f"status {status}: {text[:_MAX_QUOTE_CHARS]}"
-            raise self.error(where, got=got, expected="status 200", fix=self.fix)
+            raise self.error(
+                where,
+                got=f"status {status}: {text[:_MAX_QUOTE_CHARS]}",
+                expected="status 200",
+                fix=self.fix,
+            )
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:

@@ -85,10 +85,12 @@ def _print_keys(words: Sequence[str]) -> None:
     if not text and find_spec("quadriga_verl"):
         text = "".join(f"{line}\n" for line in import_module(_TRANSLATION).verl_meanings(words))
     if not text:
-        got = " ".join(words)
-        expected = "part of a key's name or meaning"
-        fix = "No key has it."
-        raise ConfigError("quadriga config keys", got=got, expected=expected, fix=fix)
+        raise ConfigError(
+            "quadriga config keys",
+            got=" ".join(words),
+            expected="part of a key's name or meaning",
+            fix="No key has it.",
+        )
     print(text, end="")
 
 
@@ -111,9 +113,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     for word in argv:
         match = re.match(r"--((?:\w+\.)+\w+)(=.*)?$", word, re.DOTALL)
         if match:
-            fix = f"Write {match[1]}{match[2] or '=VALUE'}."
-            expected = "a key without dashes"
-            raise ConfigError("command line", got=f"'{word}'", expected=expected, fix=fix)
+            raise ConfigError(
+                "command line",
+                got=f"'{word}'",
+                expected="a key without dashes",
+                fix=f"Write {match[1]}{match[2] or '=VALUE'}.",
+            )
     return parser.parse_intermixed_args(list(argv))
 
 

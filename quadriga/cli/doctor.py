@@ -120,10 +120,12 @@ def core_requirements() -> list[Requirement]:
     except PackageNotFoundError:
         project = Path(quadriga.__file__).parents[1] / "pyproject.toml"
         if not project.is_file():
-            got = "no list of its requirements"
-            expected = "an installed package"
-            fix = "Install it with pip."
-            raise ConfigError("quadriga", got=got, expected=expected, fix=fix) from None
+            raise ConfigError(
+                "quadriga",
+                got="no list of its requirements",
+                expected="an installed package",
+                fix="Install it with pip.",
+            ) from None
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
     requirements = [Requirement(text) for text in declared]
     # Packages of extras have a marker that is false without their extra.

@@ -42,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if arguments.output is not None or not arguments.prompt:
         got = "no --prompt" if not arguments.prompt else "--prompt and --output"
-        expected = "--prompt, or --data and --output"
-        raise ConfigError("quadriga generate", got=got, expected=expected)
+        raise ConfigError("quadriga generate", got=got, expected="--prompt, or --data and --output")
     _answer_prompts(config, arguments)
     return 0
 
@@ -151,9 +150,12 @@ def distribute_images(
         texts[0] = IMAGE * len(images) + texts[0]
     num_places = sum(text.count(IMAGE) for text in texts)
     if num_places != len(images):
-        got = f"{IMAGE} {num_places} times in the prompts, and --image {len(images)} times"
-        fix = f"Write {IMAGE} in the place of an image."
-        raise ConfigError("--image", got=got, expected="one for each", fix=fix)
+        raise ConfigError(
+            "--image",
+            got=f"{IMAGE} {num_places} times in the prompts, and --image {len(images)} times",
+            expected="one for each",
+            fix=f"Write {IMAGE} in the place of an image.",
+        )
     # Each prompt takes the next images, as many as it has places.
     remaining_images = iter(images)
     images_by_prompt = [list(islice(remaining_images, text.count(IMAGE))) for text in texts]

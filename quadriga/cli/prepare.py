@@ -121,7 +121,9 @@ def _import_recipe(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "quadriga_recipes":
             raise
-        expected = "it, in the wheel of quadriga or in the folder recipes/ of its repository"
-        fix = "Install quadriga again; in its repository scripts/install does."
-        got = "no package quadriga_recipes"
-        raise DataError("quadriga prepare", got=got, expected=expected, fix=fix) from error
+        raise DataError(
+            "quadriga prepare",
+            got="no package quadriga_recipes",
+            expected="it, in the wheel of quadriga or in the folder recipes/ of its repository",
+            fix="Install quadriga again; in its repository scripts/install does.",
+        ) from error

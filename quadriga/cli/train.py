@@ -71,8 +71,12 @@ def sft(argv: Sequence[str]) -> int:
         return 0
     config = load_from(options, for_training=not options.show, task="sft")
     if config.task == "rl":
-        fix = "Train a policy by rewards with `quadriga train`."
-        raise ConfigError("objective", got="'rl'", expected="sft or reward_model", fix=fix)
+        raise ConfigError(
+            "objective",
+            got="'rl'",
+            expected="sft or reward_model",
+            fix="Train a policy by rewards with `quadriga train`.",
+        )
     if options.show:
         print(show(config), end="")
         return 0

@@ -73,5 +73,9 @@ class AsyncTrainingConfig(Section):
         if not self.enable:
             yield from notice_unused(self.changed_keys(at), f"{at}.enable is false")
         elif self.max_staleness == 0 and self.on_stale == "drop":
-            fix = "Leave it out: with max_staleness=0 no sample becomes stale."
-            yield ConfigError(f"{at}.on_stale", "drop, with max_staleness=0", "wait", fix)
+            yield ConfigError(
+                f"{at}.on_stale",
+                "drop, with max_staleness=0",
+                "wait",
+                "Leave it out: with max_staleness=0 no sample becomes stale.",
+            )

@@ -81,15 +81,19 @@ def check_distillation(config: Config) -> Findings:
     temperature = config.actor_rollout_ref.rollout.temperature
     # Probabilities of student and teacher are compared at one temperature.
     if any(map(is_served, section.all_teachers)) and temperature != 1.0:
-        got = f"{temperature:g}, with a teacher that is a server"
-        expected = "1: the server returns probabilities at temperature 1"
-        fix = "Set it to 1, or let the run load the teacher."
-        yield ConfigError(f"{ROLLOUT}.temperature", got, expected, fix)
+        yield ConfigError(
+            f"{ROLLOUT}.temperature",
+            f"{temperature:g}, with a teacher that is a server",
+            "1: the server returns probabilities at temperature 1",
+            "Set it to 1, or let the run load the teacher.",
+        )
     if not section.use_task_rewards and config.algorithm.use_kl_in_reward:
-        got = f"true, with {DISTILLATION}.use_task_rewards=False"
-        expected = "false: the policy does not learn from rewards"
-        fix = f"Set {ACTOR}.use_kl_loss=True instead."
-        yield ConfigError("algorithm.use_kl_in_reward", got, expected, fix)
+        yield ConfigError(
+            "algorithm.use_kl_in_reward",
+            f"true, with {DISTILLATION}.use_task_rewards=False",
+            "false: the policy does not learn from rewards",
+            f"Set {ACTOR}.use_kl_loss=True instead.",
+        )
 
 
 def check_batches(config: Config) -> Findings:
@@ -107,9 +111,12 @@ def check_batches(config: Config) -> Findings:
     # Only full batches are trained on.
     limit = config.data.train_max_samples
     if 0 < limit < num_prompts:
-        got = f"{num_prompts}, with data.train_max_samples={limit}"
-        fix = "No batch would be full: use more samples, or a smaller batch."
-        yield ConfigError("data.train_batch_size", got, f"at most {limit}", fix)
+        yield ConfigError(
+            "data.train_batch_size",
+            f"{num_prompts}, with data.train_max_samples={limit}",
+            f"at most {limit}",
+            "No batch would be full: use more samples, or a smaller batch.",
+        )
     if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:
         yield from notice_unused(["data.gen_batch_size"], "algorithm.filter_groups.enable is false")
 
@@ -184,9 +191,12 @@ def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig)
     loaded = checkpoint.load_contents
     unsaved_parts = [part for part in loaded if part not in checkpoint.save_contents]
     if unsaved_parts:
-        expected = f"parts of {at}.checkpoint.save_contents"
-        fix = "What is not written cannot be read."
-        yield ConfigError(f"{at}.checkpoint.load_contents", ", ".join(unsaved_parts), expected, fix)
+        yield ConfigError(
+            f"{at}.checkpoint.load_contents",
+            ", ".join(unsaved_parts),
+            f"parts of {at}.checkpoint.save_contents",
+            "What is not written cannot be read.",
+        )
         return
     skipped_parts = [part for part in ("model", "optimizer", "extra") if part not in loaded]
     if skipped_parts and writes_checkpoints(config):
@@ -204,15 +214,19 @@ def check_supervised(config: Config) -> Findings:
         )
     loss_agg_mode = config.actor_rollout_ref.actor.loss_agg_mode
     if loss_agg_mode == "rollout-mean-token-mean":
-        key = "actor_rollout_ref.actor.loss_agg_mode"
-        fix = "Set it to seq-mean-token-mean."
         yield ConfigError(
-            key, repr(loss_agg_mode), f"another one: task={config.task} has no rollouts", fix
+            "actor_rollout_ref.actor.loss_agg_mode",
+            repr(loss_agg_mode),
+            f"another one: task={config.task} has no rollouts",
+            "Set it to seq-mean-token-mean.",
         )
     if model.has_adapter and model.lora_merge is not None:
-        key = "actor_rollout_ref.model.lora_merge"
-        fix = "Leave the key out; `quadriga export` merges an adapter."
-        yield ConfigError(key, str(model.lora_merge), "null: nothing generates", fix)
+        yield ConfigError(
+            "actor_rollout_ref.model.lora_merge",
+            str(model.lora_merge),
+            "null: nothing generates",
+            "Leave the key out; `quadriga export` merges an adapter.",
+        )
     if config.task == "reward_model":
         yield from _check_pairs(config)
 
@@ -221,22 +235,31 @@ def _check_pairs(config: Config) -> Findings:
     """Yield settings that the training of a reward model on pairs does not support."""
     actor = config.actor_rollout_ref.actor
     if config.data.truncation == "right":
-        fix = (
-            "Set data.truncation=left, which cuts the prompt, "
-            "or data.filter_overlong, which leaves the pair out."
+        yield ConfigError(
+            "data.truncation",
+            "'right', for pairs",
+            "error or left",
+            (
+                "Set data.truncation=left, which cuts the prompt, "
+                "or data.filter_overlong, which leaves the pair out."
+            ),
         )
-        yield ConfigError("data.truncation", "'right', for pairs", "error or left", fix)
     if config.actor_rollout_ref.model.has_adapter:
-        key = "actor_rollout_ref.model.lora_rank"
-        fix = (
-            "Leave lora_rank and lora_adapter_path out: all weights of a reward model are trained."
+        yield ConfigError(
+            "actor_rollout_ref.model.lora_rank",
+            "an adapter",
+            "none, for objective=reward_model",
+            "Leave lora_rank and lora_adapter_path out: all weights of a reward model are trained.",
         )
-        yield ConfigError(key, "an adapter", "none, for objective=reward_model", fix)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         size = getattr(actor, name)
         if size > 1:
-            fix = f"Shard weights with {ACTOR}.fsdp_config.fsdp_size."
-            yield ConfigError(f"{ACTOR}.{name}", f"{size}, for objective=reward_model", "1", fix)
+            yield ConfigError(
+                f"{ACTOR}.{name}",
+                f"{size}, for objective=reward_model",
+                "1",
+                f"Shard weights with {ACTOR}.fsdp_config.fsdp_size.",
+            )
 
 
 # Missing files come first: they are the most frequent mistake.

@@ -86,18 +86,27 @@ class DistillationConfig(ParallelConfig):
             yield from notice_unused(self.changed_keys(at), f"{at}.enable is false")
             return
         if not self.all_teachers:
-            fix = "Set it to a folder or a hub name, or set teachers for several data sources."
-            yield ConfigError(f"{at}.path", f"null, with {at}.enable=True", "a teacher", fix)
-        if self.loss_mode == _TOP_K and self.use_policy_gradient:
-            fix = "Set it to false: a policy gradient only changes sampled tokens."
             yield ConfigError(
-                f"{at}.use_policy_gradient", f"true, with loss_mode={_TOP_K}", "false", fix
+                f"{at}.path",
+                f"null, with {at}.enable=True",
+                "a teacher",
+                "Set it to a folder or a hub name, or set teachers for several data sources.",
+            )
+        if self.loss_mode == _TOP_K and self.use_policy_gradient:
+            yield ConfigError(
+                f"{at}.use_policy_gradient",
+                f"true, with loss_mode={_TOP_K}",
+                "false",
+                "Set it to false: a policy gradient only changes sampled tokens.",
             )
         # As a loss, the difference of log-probs has the gradient of the student alone.
         if self.loss_mode in ("kl", "k1") and not self.use_policy_gradient:
-            got = f"{self.loss_mode}, with use_policy_gradient=False"
-            fix = "The gradient of k1 does not depend on the teacher."
-            yield ConfigError(f"{at}.loss_mode", got, f"k2, k3, one with a +, or {_TOP_K}", fix)
+            yield ConfigError(
+                f"{at}.loss_mode",
+                f"{self.loss_mode}, with use_policy_gradient=False",
+                f"k2, k3, one with a +, or {_TOP_K}",
+                "The gradient of k1 does not depend on the teacher.",
+            )
         if self.engine_kwargs and not any(map(is_served, self.all_teachers)):
             yield from notice_unused([f"{at}.engine_kwargs"], "no teacher is a server")
 

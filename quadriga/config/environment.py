@@ -78,21 +78,28 @@ class EnvironmentConfig(Section):
         if self.name is None:
             changed_keys = self.changed_keys(at)
             if changed_keys:
-                fix = f"Set env=NAME: {_FORMS}."
                 yield ConfigError(
-                    f"{at}.name", f"null, with {', '.join(changed_keys)}", "a name", fix
+                    f"{at}.name",
+                    f"null, with {', '.join(changed_keys)}",
+                    "a name",
+                    f"Set env=NAME: {_FORMS}.",
                 )
             return
         # Each trained agent must exist and be played by the policy.
         num_trained = len(set(self.trained_agents))
         if not self.seats or (num_trained and num_trained != len(self.seats)):
-            got = f"{self.trained_agents}, with {at}.agents={self.agents}"
             yield ConfigError(
-                f"{at}.trained_agents", got, "numbers of agents that the policy plays"
+                f"{at}.trained_agents",
+                f"{self.trained_agents}, with {at}.agents={self.agents}",
+                "numbers of agents that the policy plays",
             )
         if self.train_together and len(self.seats) < 2:
-            got = f"True, with {at}.agents={self.agents}"
-            yield ConfigError(f"{at}.train_together", got, "several agents that are trained")
+            yield ConfigError(
+                f"{at}.train_together",
+                f"True, with {at}.agents={self.agents}",
+                "several agents that are trained",
+            )
         if self.roles and len(self.roles) != self.num_agents:
-            expected = f"a role for each of {self.num_agents} agents"
-            yield ConfigError(f"{at}.roles", str(self.roles), expected)
+            yield ConfigError(
+                f"{at}.roles", str(self.roles), f"a role for each of {self.num_agents} agents"
+            )

@@ -164,8 +164,9 @@ def parse_override(
     """
     match = _OVERRIDE.fullmatch(argument)
     if match is None:
-        fix = _fix_of_word(argument)
-        raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
+        raise ConfigError(
+            "command line", got=f"'{argument}'", expected="key=value", fix=_fix_of_word(argument)
+        )
     key = spell_key(match["key"], task)
     if key == _ENVIRONMENT:
         key = f"{_ENVIRONMENT}.name"
@@ -189,15 +190,22 @@ def parse_override(
         # The key does not exist, which is reported in place of its value.
         if leaf is None:
             return key, text
-        got = f"{as_text(text, key)} ({getattr(error, 'problem', None) or error})"
-        fix = "Put text with special characters in quotes."
-        raise ConfigError(key, got=got, expected="a value in YAML", fix=fix) from error
+        raise ConfigError(
+            key,
+            got=f"{as_text(text, key)} ({getattr(error, 'problem', None) or error})",
+            expected="a value in YAML",
+            fix="Put text with special characters in quotes.",
+        ) from error
     if isinstance(value, dict):
         # YAML reads {name:value} as a key "name:value" without a value.
         for entry, entry_value in value.items():
             if ":" in str(entry) and entry_value is None:
-                fix = "Write a space after the colon: {name: value}."
-                raise ConfigError(key, got=as_text(value, key), expected="a dictionary", fix=fix)
+                raise ConfigError(
+                    key,
+                    got=as_text(value, key),
+                    expected="a dictionary",
+                    fix="Write a space after the colon: {name: value}.",
+                )
     return key, value
 
 
@@ -340,14 +348,24 @@ class _ConfigBuilder:
             for leaf_key in leaf_keys(self.task):
                 if leaf_key.startswith(prefix):
                     names.append(leaf_key.removeprefix(prefix).partition(".")[0])
-            fix = f"Its keys are {', '.join(dict.fromkeys(names))}."
-            self.add_problem(key, place, got=as_text(value, key), expected="a section", fix=fix)
+            self.add_problem(
+                key,
+                place,
+                got=as_text(value, key),
+                expected="a section",
+                fix=f"Its keys are {', '.join(dict.fromkeys(names))}.",
+            )
 
     def _store(self, key: str, value: Any, place: str | None) -> None:
         """Store the value of a key in the tree."""
         if "${" in str(value):
-            fix = "References are not resolved: write the value."
-            self.add_problem(key, place, got=as_text(value, key), expected="a value", fix=fix)
+            self.add_problem(
+                key,
+                place,
+                got=as_text(value, key),
+                expected="a value",
+                fix="References are not resolved: write the value.",
+            )
             return
         *path, last = spell_key(key, self.task, in_full=True).split(".")
         node = self.values
@@ -356,8 +374,12 @@ class _ConfigBuilder:
             # A section above the key may have been set to a plain value.
             if not isinstance(node, dict):
                 above = spell_key(".".join(path[:depth]), self.task)
-                expected = f"none, because {above} is {as_text(node, above)}"
-                self.add_problem(key, place, got=f"a key under {above}", expected=expected)
+                self.add_problem(
+                    key,
+                    place,
+                    got=f"a key under {above}",
+                    expected=f"none, because {above} is {as_text(node, above)}",
+                )
                 return
         # A later dictionary replaces single entries of an earlier one.
         if isinstance(value, dict) and isinstance(node.get(last), dict):
@@ -494,8 +516,9 @@ class _ConfigBuilder:
             fix = f"Set {key}={leaf.default or 'null'}, the default."
             if close_choices:
                 fix = f"Did you mean {close_choices[0]}?"
-        got = as_text(value, key)
-        self.add_problem(key, self.places.get(key), got=got, expected=expected, fix=fix)
+        self.add_problem(
+            key, self.places.get(key), got=as_text(value, key), expected=expected, fix=fix
+        )
 
     def value(self, key: str, *, remove: bool = False) -> Any:
         """Value of a key; `_MISSING` if it has none.

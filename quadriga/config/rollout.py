@@ -208,10 +208,11 @@ class RolloutConfig(LogProbConfig):
             end = f"the run stops at {stop:g} before it would warn at {warn:g}"
             yield f"{at}.log_prob_diff_warn: {end}."
         if self.traits.takes_weights == "never":
-            got = f"{self.name}, which keeps its weights"
-            fix = f"Train with {engines_with('streams')}; {self.name} is for generate and eval."
             yield ConfigError(
-                f"{at}.name", got, "an engine that takes new weights after each step", fix
+                f"{at}.name",
+                f"{self.name}, which keeps its weights",
+                "an engine that takes new weights after each step",
+                f"Train with {engines_with('streams')}; {self.name} is for generate and eval.",
             )
         yield from self._library_findings(at)
         problem = problem_of_several_engines(self)
@@ -255,8 +256,12 @@ class RolloutConfig(LogProbConfig):
             expected = "1: each process generates with the full model"
             # The fix leaves out two engines that pass the check: SGLang, which gets no devices on
             # Ray, and http, whose servers have settings of their own.
-            fix = f"Set it to 1, or generate with {engines_with('spans_ranks')}."
-            yield ConfigError(f"{at}.tensor_model_parallel_size", got, expected, fix)
+            yield ConfigError(
+                f"{at}.tensor_model_parallel_size",
+                got,
+                expected,
+                f"Set it to 1, or generate with {engines_with('spans_ranks')}.",
+            )
         # Experts are divided over all ranks of an engine, or not at all.
         num_expert_ranks = self.expert_parallel_size
         can_divide = bool(self.traits.expert_parallel_devices)
@@ -264,49 +269,63 @@ class RolloutConfig(LogProbConfig):
             engine = f"{at}.name={self.name} and tensor_model_parallel_size={size}"
             got = f"{num_expert_ranks}, with {engine}"
             engines = engines_with("expert_parallel_devices")
-            expected = (
-                f"1; or, with {engines}, the value of tensor_model_parallel_size, "
-                "since all ranks of an engine divide its experts"
+            yield ConfigError(
+                f"{at}.expert_parallel_size",
+                got,
+                (
+                    f"1; or, with {engines}, the value of tensor_model_parallel_size, "
+                    "since all ranks of an engine divide its experts"
+                ),
+                "Set it to 1: the results are the same.",
             )
-            fix = "Set it to 1: the results are the same."
-            yield ConfigError(f"{at}.expert_parallel_size", got, expected, fix)
 
     def _library_findings(self, at: str) -> Findings:
         """Yield a missing package of the engine, and sampling that the engine does not support."""
         package = self.traits.package
         # A server has its package on another machine.
         if package and not self.has_servers and find_spec(package.module) is None:
-            got = f"{self.name}, which is not installed"
-            expected = f"{package.title} {package.least_version} or newer"
-            yield MachineError(f"{at}.name", got, expected, package.install)
+            yield MachineError(
+                f"{at}.name",
+                f"{self.name}, which is not installed",
+                f"{package.title} {package.least_version} or newer",
+                package.install,
+            )
         lacks = self.traits.lacks
         if "unfiltered_log_probs" in lacks:
             yield from self._filter_findings(at)
         if "min_p" in lacks:
             for key, sampling in ((at, self), (f"{at}.val_kwargs", self.val_kwargs)):
                 if sampling.min_p > 0:
-                    got = f"{sampling.min_p:g}, with {at}.name={self.name}"
-                    expected = f"0: {self.engine_title} cannot sample with it and a seed"
-                    fix = f"Use top_p or top_k, or {engines_with('streams')}."
-                    yield ConfigError(f"{key}.min_p", got, expected, fix)
+                    yield ConfigError(
+                        f"{key}.min_p",
+                        f"{sampling.min_p:g}, with {at}.name={self.name}",
+                        f"0: {self.engine_title} cannot sample with it and a seed",
+                        f"Use top_p or top_k, or {engines_with('streams')}.",
+                    )
         if "stop_token_ids" in lacks and self.ignore_eos and self.stop_token_ids:
-            got = f"{self.stop_token_ids}, with ignore_eos=true"
-            fix = (
-                f"{self.engine_title} ignores either both or none of them: leave one out, "
-                f"or generate with {engines_with('streams')}."
+            yield ConfigError(
+                f"{at}.stop_token_ids",
+                f"{self.stop_token_ids}, with ignore_eos=true",
+                "one of the two",
+                (
+                    f"{self.engine_title} ignores either both or none of them: leave one out, "
+                    f"or generate with {engines_with('streams')}."
+                ),
             )
-            yield ConfigError(f"{at}.stop_token_ids", got, "one of the two", fix)
 
     def _filter_findings(self, at: str) -> Findings:
         """Yield filters for which the engine cannot report the log-probabilities for training."""
         if _list_filters(self) and self.temperature != 1:
-            got = f"{self.temperature:g}, with {_list_filters(self)}"
-            fix = (
-                f"{self.engine_title} cannot report log-probabilities after the temperature and "
-                "before the filter, which training needs: change one of them, "
-                f"or generate with {DEFAULT_ENGINE}."
+            yield ConfigError(
+                f"{at}.temperature",
+                f"{self.temperature:g}, with {_list_filters(self)}",
+                "1, or no filter",
+                (
+                    f"{self.engine_title} cannot report log-probabilities after the temperature and "
+                    "before the filter, which training needs: change one of them, "
+                    f"or generate with {DEFAULT_ENGINE}."
+                ),
             )
-            yield ConfigError(f"{at}.temperature", got, "1, or no filter", fix)
         # Nothing is learned from validation, so there only a metric is missing.
         validation = self.val_kwargs
         is_filtered = _list_filters(validation) or (

@@ -242,13 +242,19 @@ class TrainerConfig(Section):
 
     def findings(self, at: str) -> Findings:
         if self.val_only and not self.val_before_train:
-            got = f"true, with {at}.val_before_train=False"
-            fix = f"Nothing would run: set {at}.val_before_train=True."
-            yield ConfigError(f"{at}.val_only", got, "the first validation", fix)
+            yield ConfigError(
+                f"{at}.val_only",
+                f"true, with {at}.val_before_train=False",
+                "the first validation",
+                f"Nothing would run: set {at}.val_before_train=True.",
+            )
         if self.resume_mode == "resume_path" and self.resume_from_path is None:
-            got = f"null, with {at}.resume_mode=resume_path"
-            fix = f"Name its directory, or set {at}.resume_mode=auto."
-            yield ConfigError(f"{at}.resume_from_path", got, "a checkpoint", fix)
+            yield ConfigError(
+                f"{at}.resume_from_path",
+                f"null, with {at}.resume_mode=resume_path",
+                "a checkpoint",
+                f"Name its directory, or set {at}.resume_mode=auto.",
+            )
         # Checkpoints by steps replace those by the clock.
         if self.save_freq != -1:
             because = f"{at}.save_freq is {self.save_freq}"
@@ -260,9 +266,12 @@ class TrainerConfig(Section):
             yield f"{at}.save_freq: {loss}."
         steps = self.total_training_steps
         if steps is not None and self.critic_warmup >= steps:
-            got = f"{self.critic_warmup}, with {at}.total_training_steps={steps}"
-            fix = "The actor would never learn."
-            yield ConfigError(f"{at}.critic_warmup", got, f"at most {steps - 1}", fix)
+            yield ConfigError(
+                f"{at}.critic_warmup",
+                f"{self.critic_warmup}, with {at}.total_training_steps={steps}",
+                f"at most {steps - 1}",
+                "The actor would never learn.",
+            )
 
 
 class RayConfig(Section):

@@ -255,8 +255,9 @@ def read_table(
     """
     suffix = path.suffix.lower()
     if suffix not in TABLE_SUFFIXES:
-        got = f"a {suffix or 'missing'} suffix"
-        raise DataError(str(path), got=got, expected=".parquet, .json or .jsonl")
+        raise DataError(
+            str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl"
+        )
 
     facts = _JsonFacts()
     digest: str | None = None
@@ -585,11 +586,13 @@ def _read_json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes
         try:
             rows = json.load(file)
         except UnicodeDecodeError as error:
-            got = f"bytes that are not UTF-8 ({error})"
-            raise DataError(str(path), got=got, expected="text in UTF-8") from error
+            raise DataError(
+                str(path), got=f"bytes that are not UTF-8 ({error})", expected="text in UTF-8"
+            ) from error
         except (ValueError, RecursionError) as error:
-            got = f"text that is no JSON ({error})"
-            raise DataError(str(path), got=got, expected="a list of JSON objects") from error
+            raise DataError(
+                str(path), got=f"text that is no JSON ({error})", expected="a list of JSON objects"
+            ) from error
         for number, row in enumerate(rows):
             yield f"row {number}", json.dumps(row).encode()
 
@@ -638,17 +641,21 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         filesystem.invalidate_cache()  # the process may have listed an earlier version
         paths = sorted(filesystem.glob(root)) if is_pattern else [root]
         if not paths:
-            got = f"{name!r}, which matches no file"
-            raise DataError(where, got=got, expected="at least one file")
+            raise DataError(
+                where, got=f"{name!r}, which matches no file", expected="at least one file"
+            )
         if not isinstance(filesystem, LocalFileSystem):
             return [_copy_to_cache(filesystem, path, cache) for path in paths]
     except DataError:
         raise
     except Exception as error:
         # Each store has exceptions of its own, which often do not name the file.
-        got = f"{name!r}: {type(error).__name__}: {error}"
-        fix = "Check the address, the credentials, and the package for this kind of store."
-        raise DataError(where, got=got, expected="a file that fsspec can open", fix=fix) from error
+        raise DataError(
+            where,
+            got=f"{name!r}: {type(error).__name__}: {error}",
+            expected="a file that fsspec can open",
+            fix="Check the address, the credentials, and the package for this kind of store.",
+        ) from error
     files = [Path(path) for path in paths]
     for file in files:
         _require_file(file, where)
@@ -666,8 +673,9 @@ def _require_file(file: Path, where: str) -> None:
             )
         raise DataError(where, got=f"{file}, a folder", expected="files", fix=fix)
     if not file.is_file():
-        got = f"{file}, which does not exist"
-        raise DataError(where, got=got, expected="a file", fix="Check the path.")
+        raise DataError(
+            where, got=f"{file}, which does not exist", expected="a file", fix="Check the path."
+        )
 
 
 def _download_to_cache(url: str, cache: Path, where: str) -> Path:
@@ -693,16 +701,24 @@ def _download_to_cache(url: str, cache: Path, where: str) -> Path:
                     num_bytes += len(chunk)
             return target
     except ServerLostError as error:
-        fix = "Check the address and the network, or download it and name the file."
-        raise DataError(where, got=f"{url!r}: {error}", expected="a file", fix=fix) from error
+        raise DataError(
+            where,
+            got=f"{url!r}: {error}",
+            expected="a file",
+            fix="Check the address and the network, or download it and name the file.",
+        ) from error
 
 
 def _refuse_web_page(first_chunk: bytes, url: str, where: str) -> None:
     """Raise a DataError if a document is an HTML page, such as one that asks for a login."""
     beginning = first_chunk.lstrip()[:14].lower()
     if beginning.startswith((b"<!doctype html", b"<html")):
-        fix = "Name the file itself (on the hub /resolve/, not /blob/), or log in."
-        raise DataError(where, got=f"{url!r}, a page of HTML", expected="a data file", fix=fix)
+        raise DataError(
+            where,
+            got=f"{url!r}, a page of HTML",
+            expected="a data file",
+            fix="Name the file itself (on the hub /resolve/, not /blob/), or log in.",
+        )
 
 
 def _cache_name(url: str, identity: tuple[Any, ...]) -> str:

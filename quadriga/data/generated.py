@@ -154,8 +154,9 @@ class DynamicGenDataset(Dataset):
         empty_row: dict[str, None] = {}
         for row in rows:
             if not isinstance(row, Mapping):
-                expected = "rows, each a dictionary of columns"
-                raise DataError(where, got=shortened(row), expected=expected)
+                raise DataError(
+                    where, got=shortened(row), expected="rows, each a dictionary of columns"
+                )
             empty_row |= dict.fromkeys(row)
         if not rows:
             return

@@ -171,9 +171,12 @@ def refuse_media(
         if row_media:
             name = f"{kind}s"
             place = f"{where}, column {getattr(config, f'{kind}_key')!r}"
-        got = f"{name}, for a text-only model"
-        fix = f"Use such a model, or set data.{kind}_key=null to train on the text alone."
-        raise DataError(place, got=got, expected=expected, fix=fix)
+        raise DataError(
+            place,
+            got=f"{name}, for a text-only model",
+            expected=expected,
+            fix=f"Use such a model, or set data.{kind}_key=null to train on the text alone.",
+        )
     # Parts that are all text have been joined into one text before.
     if any(isinstance(content, list) for content in contents):
         raise DataError(

@@ -511,9 +511,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
             value: Any = row
             for part in name.split("."):
                 if not isinstance(value, dict) or part not in value:
-                    got = f"no {part!r} in {shortened(value)}"
-                    expected = f"the value that data.{key}={name} names"
-                    raise DataError(where, got=got, expected=expected)
+                    raise DataError(
+                        where,
+                        got=f"no {part!r} in {shortened(value)}",
+                        expected=f"the value that data.{key}={name} names",
+                    )
                 value = value[part]
             row[name] = value
         return row
@@ -651,8 +653,12 @@ class SFTDataset(MultiTurnSFTDataset):
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
         response = row[self.config.response_key]
         if not isinstance(response, str):
-            fix = "Correct the row, or name the column with data.response_key."
-            raise DataError(where, got=f"the response {response!r}", expected="text", fix=fix)
+            raise DataError(
+                where,
+                got=f"the response {response!r}",
+                expected="text",
+                fix="Correct the row, or name the column with data.response_key.",
+            )
         messages = as_messages(row[self.config.prompt_key], where=where)
         return [(where, [*messages, {"role": ASSISTANT, "content": response}])]
 
@@ -694,8 +700,11 @@ def text_parts(
             fix="Leave the row out, or name the column of the whole chat with data.messages_key.",
         )
     if turns[0] == 0:
-        got = "a chat that begins with the assistant"
-        raise DataError(where, got=got, expected="a prompt before the response")
+        raise DataError(
+            where,
+            got="a chat that begins with the assistant",
+            expected="a prompt before the response",
+        )
     render = partial(encoder.render, where=where, tools=tools, **options)
     parts = []
     previous_text = ""

@@ -488,8 +488,9 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
             )
         value = fields[names[0]]
     if fps is not None and not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
-        expected = "frames for each second, above 0"
-        raise DataError(where, got=f"fps {shortened(fps)}", expected=expected)
+        raise DataError(
+            where, got=f"fps {shortened(fps)}", expected="frames for each second, above 0"
+        )
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return _video_of_list(list(value), fps, folder, where)
     if isinstance(value, np.ndarray | torch.Tensor):
@@ -515,8 +516,9 @@ def _video_of_list(values: list[Any], fps: float | None, folder: Path, where: st
         try:
             array = np.asarray(values)
         except ValueError as error:
-            got = f"a video of uneven lists ({error})"
-            raise DataError(where, got=got, expected=_FORMS) from error
+            raise DataError(
+                where, got=f"a video of uneven lists ({error})", expected=_FORMS
+            ) from error
         return _video_of_array(array, fps, where)
     places = [f"{where}, frame {number}" for number in range(len(values))]
     sizes = set()
@@ -524,8 +526,12 @@ def _video_of_list(values: list[Any], fps: float | None, folder: Path, where: st
         sizes.add(picture_size(value, folder=folder, where=place))
     if len(sizes) > 1:
         examples = [f"{height} by {width}" for height, width in sorted(sizes)[:2]]
-        got = f"frames of {len(sizes)} sizes, such as {' and '.join(examples)}"
-        raise DataError(where, got=got, expected="frames of one size", fix="Resize them.")
+        raise DataError(
+            where,
+            got=f"frames of {len(sizes)} sizes, such as {' and '.join(examples)}",
+            expected="frames of one size",
+            fix="Resize them.",
+        )
 
     def read(indices: Sequence[int]) -> Iterator[np.ndarray]:
         for index in indices:
@@ -569,8 +575,12 @@ def _video_of_file(source: Path | io.BytesIO, where: str) -> Video:
         # A header may promise frames that are not there.
         first_frame = next(container.decode(stream), None)
         if first_frame is None or not count or not fps:
-            got = f"a video without frames ({describe_source(source)})"
-            raise DataError(where, got=got, expected="at least one frame", fix="Leave it out.")
+            raise DataError(
+                where,
+                got=f"a video without frames ({describe_source(source)})",
+                expected="at least one frame",
+                fix="Leave it out.",
+            )
         height, width, _ = _upright_pixels(first_frame).shape
 
     def read(indices: Sequence[int]) -> Iterator[np.ndarray]:

@@ -107,8 +107,11 @@ class VisionProcessor:
         # By prefix, because classes with the suffix `Fast` order the patches alike. Others do not.
         supported = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
         if not class_name.startswith(supported):
-            expected = f"{' or '.join(supported)}, those of {', '.join(VISION_TYPES)}"
-            raise DataError(f"image processor of {self.name}", got=class_name, expected=expected)
+            raise DataError(
+                f"image processor of {self.name}",
+                got=class_name,
+                expected=f"{' or '.join(supported)}, those of {', '.join(VISION_TYPES)}",
+            )
 
     @property
     def media_ids(self) -> tuple[int, ...]:

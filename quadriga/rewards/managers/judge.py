@@ -268,8 +268,11 @@ class Judge:
         except (KeyError, IndexError, TypeError):
             text = None
         if not isinstance(text, str):
-            got = f"the keys {sorted(reply)} without choices[0].message.content"
-            raise RewardError(self._server.url, got=got, expected="a chat completion")
+            raise RewardError(
+                self._server.url,
+                got=f"the keys {sorted(reply)} without choices[0].message.content",
+                expected="a chat completion",
+            )
         return text
 
 
