@@ -12,13 +12,22 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
 import quadriga
+from quadriga.cli.loading import LazyModule
 from quadriga.errors import ConfigError
 from quadriga.observe.probe import EXTRAS, Extra, installed, probe_capabilities
+
+if TYPE_CHECKING:
+    from quadriga.models import probe
+    from quadriga.observe import machine
+else:
+    # They load torch, and the report must also come where torch is broken.
+    probe = LazyModule("quadriga.models.probe")
+    machine = LazyModule("quadriga.observe.machine")
 
 GIB = 1024**3
 LEAST_PYTHON = (3, 11)
@@ -30,9 +39,6 @@ _THREAD_VARIABLES = (
     "KMP_AFFINITY",
     "KMP_BLOCKTIME",
 )
-# Imported on demand: they load torch, and the report must also come where torch is broken.
-_MACHINE = "quadriga.observe.machine"
-_PROBE = "quadriga.models.probe"
 _LEAST_VLLM = "0.30"
 _SGLANG = Extra("sglang", "sglang", "0.5.23", "generates: rollout.name=sglang", ".[sglang]")
 
@@ -56,7 +62,6 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(list(argv))
     if options.model:
-        probe = import_module(_PROBE)
         # The weights of a large model take a while to read, so each line is printed at once.
         for line in probe.describe_model(
             options.model, trust_remote_code=options.trust_remote_code
@@ -166,7 +171,6 @@ def _print_line(is_fine: bool, name: str, version: str, remark: str, *, no: str 
 def _machine_lines() -> list[str]:
     """Describe this machine, and the choices that runs make for it."""
     torch = import_module("torch")
-    machine = import_module(_MACHINE)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     variables = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
     settings = ", ".join(variables) or "no variable sets them"

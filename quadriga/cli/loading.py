@@ -4,6 +4,7 @@
 import sys
 from functools import partial
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from quadriga.lazy import collector_paused
@@ -29,3 +30,13 @@ def load_module(name: str, purpose: str = "") -> Any:
         threads_for_load(),
     ):
         return import_module(name)
+
+
+class LazyModule(ModuleType):
+    """Stands for a module that is imported when one of its attributes is first used.
+
+    Type checkers and editors see the module itself, by an import under `if TYPE_CHECKING`.
+    """
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(load_module(self.__name__), attribute)

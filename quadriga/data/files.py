@@ -82,8 +82,8 @@ class RowTable:
 
     Args:
         path: the file.
-        rows: the rows, or with `json_columns` one column with the JSON text of each row.
-        json_columns: all columns that any row of a JSON file has. None: the file is Parquet.
+        rows: the rows; of a JSON file one column with the JSON text of each row.
+        json_columns: all columns that any row of a JSON file has.
         digest: SHA-256 of the whole file's content. None: computed when it is needed.
         first: number that the first row of the table has in the file; above 0 for a later block.
         chat_columns: columns with chats and tool schemas, whose null fields are dropped when rows
@@ -100,7 +100,7 @@ class RowTable:
         self,
         path: Path,
         rows: pa.Table,
-        json_columns: Sequence[str] | None = None,
+        json_columns: Iterable[str] = (),
         digest: str | None = None,
         first: int = 0,
         chat_columns: Sequence[str] = (),
@@ -111,9 +111,9 @@ class RowTable:
         self.path = path
         self.first = first
         self._rows = rows
-        self._is_json = json_columns is not None
-        self.columns = tuple(rows.column_names if json_columns is None else json_columns)
-        self.schema = rows.schema if json_columns is None else None
+        self._is_json = path.suffix.lower() in _JSON_SUFFIXES
+        self.columns = tuple(json_columns if self._is_json else rows.column_names)
+        self.schema = None if self._is_json else rows.schema
         self._digest = digest
         self._chat_columns = chat_columns
         self._entry = entry
@@ -276,9 +276,7 @@ def read_table(
         else:
             num_bytes = path.stat().st_size
             schema = _JSON_TEXT_SCHEMA
-            batches = _read_json_batches(
-                path, facts, is_lines=suffix != ".json", keeps_bad=bad_lines is not None
-            )
+            batches = _read_json_batches(path, facts, keeps_bad=bad_lines is not None)
         if cache_dir is None or num_bytes < MAPPED_BYTES:
             rows = pa.Table.from_batches(batches, schema)
         else:
@@ -307,7 +305,15 @@ def read_table(
             expected="at least one row",
             fix="Write the file again or leave it out.",
         )
-    return _table_of_file(path, rows, facts, digest, entry, chat_columns)
+    return RowTable(
+        path,
+        rows,
+        facts.columns,
+        digest,
+        chat_columns=chat_columns,
+        entry=entry,
+        is_whole_file=True,
+    )
 
 
 def reopen_table(
@@ -329,7 +335,15 @@ def reopen_table(
     """
     if entry is not None:
         rows, facts = _open_cache_entry(entry)
-        return _table_of_file(path, rows, facts, digest, entry, chat_columns)
+        return RowTable(
+            path,
+            rows,
+            facts.columns,
+            digest,
+            chat_columns=chat_columns,
+            entry=entry,
+            is_whole_file=True,
+        )
     # The list is dropped: bad lines were reported when the file was read first.
     table = read_table(path, bad_lines=[], chat_columns=chat_columns)
     if table.digest != digest:
@@ -340,21 +354,6 @@ def reopen_table(
             fix="Leave the file as it is while it is read.",
         )
     return table
-
-
-def _table_of_file(
-    path: Path,
-    rows: pa.Table,
-    facts: _JsonFacts,
-    digest: str | None,
-    entry: Path | None,
-    chat_columns: Sequence[str],
-) -> RowTable:
-    """Make the table of a whole file. The columns of a JSON file are those in `facts`."""
-    json_columns = [*facts.columns] if path.suffix.lower() in _JSON_SUFFIXES else None
-    return RowTable(
-        path, rows, json_columns, digest, chat_columns=chat_columns, entry=entry, is_whole_file=True
-    )
 
 
 def read_blocks(
@@ -407,20 +406,13 @@ def _read_json_blocks(
     """Read the rows of a JSON file block by block, as `read_blocks` does."""
     first = 0
     facts = _JsonFacts()
-    batches = _read_json_batches(
-        path,
-        facts,
-        num_rows,
-        is_lines=path.suffix.lower() != ".json",
-        keeps_bad=bad_lines is not None,
-    )
-    for batch in batches:
+    for batch in _read_json_batches(path, facts, num_rows, keeps_bad=bad_lines is not None):
         if first >= start:
             if bad_lines is not None:
                 bad_lines += _bad_line_errors(path, facts)
             if len(batch):
                 rows = pa.Table.from_batches([batch])
-                yield RowTable(path, rows, list(facts.columns), first=first)
+                yield RowTable(path, rows, facts.columns, first=first)
         # Bad lines are reported once, with the block that they stand in; those before `start` never.
         facts.bad.clear()
         first += len(batch)
@@ -502,12 +494,7 @@ def _open_cache_entry(entry: Path) -> tuple[pa.Table, _JsonFacts]:
 
 
 def _read_json_batches(
-    path: Path,
-    facts: _JsonFacts,
-    num_rows: int = _MAX_BATCH_ROWS,
-    *,
-    is_lines: bool,
-    keeps_bad: bool,
+    path: Path, facts: _JsonFacts, num_rows: int = _MAX_BATCH_ROWS, *, keeps_bad: bool
 ) -> Iterator[pa.RecordBatch]:
     """Read the rows of a JSON file as texts, after checking that each is an object.
 
@@ -515,7 +502,6 @@ def _read_json_batches(
         path: the file.
         facts: columns and bad lines are added to it.
         num_rows: most rows of a batch.
-        is_lines: whether each line is a row. Otherwise the file may also be one list of rows.
         keeps_bad: whether bad lines are added to `facts`. Otherwise the first one raises an error.
 
     Returns:
@@ -526,7 +512,7 @@ def _read_json_batches(
     """
     texts: list[str] = []
     num_bytes = 0
-    for line, raw in _read_json_texts(path, is_lines=is_lines):
+    for line, raw in _read_json_texts(path):
         try:
             text = raw.decode()
             row = json.loads(text)
@@ -555,12 +541,8 @@ def _read_json_batches(
     yield pa.record_batch([texts], schema=_JSON_TEXT_SCHEMA)
 
 
-def _read_json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
-    """Read the text of each row of a JSON file.
-
-    Args:
-        path: the file.
-        is_lines: whether each line is a row. Otherwise the file may also be one list of rows.
+def _read_json_texts(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Read the text of each row of a JSON file, which has a row per line, or is one list of rows.
 
     Returns:
         Pairs of the row's place, for errors ("line 3"), and its text.
@@ -571,13 +553,13 @@ def _read_json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes
         first_byte = file.tell() if has_mark else 0
         file.seek(first_byte)
 
-        # A file with the suffix `.json` is a list if its first character is a bracket.
-        first_character = b"" if is_lines else file.read(1)
+        # A list of rows begins with a bracket.
+        first_character = file.read(1)
         while first_character.isspace():
             first_character = file.read(1)
         file.seek(first_byte)
 
-        if first_character != b"[":
+        if path.suffix.lower() != ".json" or first_character != b"[":
             # Lines of a binary file end at "\n" only: a JSON string may contain U+2028 and U+0085.
             for number, line in enumerate(file, start=1):
                 if line.strip():
@@ -684,7 +666,7 @@ def _download_to_cache(url: str, cache: Path, where: str) -> Path:
         with document(url, SILENCE_S) as (headers, chunks):
             # Servers differ in which of these headers they send.
             version = [headers.get(name) for name in ("etag", "last-modified", "content-length")]
-            target = cache / _cache_name(url, (url, version))
+            target = cache / _cache_name(url, version)
             # Without any of these headers the document may have changed, so it is copied again.
             if target.is_file() and any(version):
                 return target
@@ -721,9 +703,9 @@ def _refuse_web_page(first_chunk: bytes, url: str, where: str) -> None:
         )
 
 
-def _cache_name(url: str, identity: tuple[Any, ...]) -> str:
-    """Name of a remote file's copy: a hash of `identity` (URL, size, version), then its own name."""
-    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:20]
+def _cache_name(url: str, *version: Any) -> str:
+    """Name of a remote file's copy: a hash of its URL and its version, then its own name."""
+    key = hashlib.sha256(repr((url, *version)).encode()).hexdigest()[:20]
     return f"{key}-{PurePosixPath(urlsplit(url).path).name}"
 
 
@@ -735,7 +717,7 @@ def _copy_to_cache(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path
     for key, value in info.items():
         if key.lower() in _VERSION_FIELDS:
             version.append((key, str(value)))
-    target = cache / _cache_name(url, (url, info.get("size"), sorted(version)))
+    target = cache / _cache_name(url, info.get("size"), sorted(version))
     if not target.is_file():
         with written_aside(target, where="data.cache_dir") as draft:
             try:
@@ -851,7 +833,6 @@ def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, whe
     Raises:
         DataError: parquet cannot hold a value either, or the file cannot be written.
     """
-    make_directory(folder, where=where)
     try:
         lines = []
         for row in rows:
