@@ -494,8 +494,7 @@ class Run:
         return Trainer.of(loaded.config, self.callbacks).run()
 
 
-_loaded_models: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Path, int]]"
-_loaded_models = weakref.WeakKeyDictionary()
+_loaded_models = weakref.WeakKeyDictionary[PreTrainedModel, tuple[Path, int]]()
 """Models that `Run.model` has loaded, with their folders and their `_num_changes` at that time."""
 
 

@@ -3,8 +3,6 @@
 
 import argparse
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -54,7 +52,7 @@ def main(argv: list[str]) -> int:
     dtype = getattr(torch, dtype_name)
     disable_progress_bar()
     parts = None if arguments.adapter else _load(folder, dtype)
-    with _explain_write_errors(arguments.output):
+    try:
         arguments.output.mkdir(parents=True, exist_ok=True)
         if parts is None:
             shutil.copyfile(folder / ADAPTER_CONFIG, arguments.output / ADAPTER_CONFIG)
@@ -65,6 +63,17 @@ def main(argv: list[str]) -> int:
             model, tokenizer = parts
             _save(model, tokenizer, arguments.output)
             copy_processor(model.config, arguments.output, folder)
+    except QuadrigaError:
+        raise
+    except Exception as error:
+        # For a full disk Python raises an OSError, safetensors a SafetensorError, tokenizers a plain
+        # Exception.
+        raise CheckpointError(
+            f"--output {arguments.output}",
+            got=f"{type(error).__name__}: {error}",
+            expected="room and permission to write the model",
+            fix="The files written so far are not complete.",
+        ) from error
     print(f"{folder} -> {arguments.output} ({dtype_name})")
     return 0
 
@@ -134,21 +143,3 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
     set_readable(folder)
     tokenizer.save_pretrained(folder)
     generation_config.to_json_file(folder / "generation_config.json")
-
-
-@contextmanager
-def _explain_write_errors(folder: Path) -> Iterator[None]:
-    """Context manager: name the folder in errors while it is written."""
-    try:
-        yield
-    except QuadrigaError:
-        raise
-    except Exception as error:
-        # For a full disk Python raises an OSError, safetensors a SafetensorError, tokenizers a plain
-        # Exception.
-        raise CheckpointError(
-            f"--output {folder}",
-            got=f"{type(error).__name__}: {error}",
-            expected="room and permission to write the model",
-            fix="The files written so far are not complete.",
-        ) from error

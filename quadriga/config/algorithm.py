@@ -11,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from quadriga.config.base import Section, fill_missing, refuse
+from quadriga.config.base import Section, fill_preset, refuse
 from quadriga.config.types import Count, KLKind, Name, Share
 
 _TWO_BOUNDS = "a number above 0, or two as LOWER_UPPER"
@@ -126,10 +126,7 @@ class RolloutCorrectionConfig(Section):
     @classmethod
     def _fill_in_preset(cls, values: Any) -> Any:
         """Set the keys of the preset that are not set themselves."""
-        preset = values.get("preset") if isinstance(values, dict) else None
-        if not isinstance(preset, str):
-            return values
-        return fill_missing(values, _PRESETS.get(preset, {}))
+        return fill_preset(values, _PRESETS)
 
     @field_validator("preset", mode="before")
     @classmethod

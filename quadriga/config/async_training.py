@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, model_validator
 
-from quadriga.config.base import Findings, Section, fill_missing, notice_unused, refuse
+from quadriga.config.base import Findings, Section, fill_preset, notice_unused, refuse
 from quadriga.config.types import Count, PathText
 from quadriga.errors import ConfigError
 
@@ -47,10 +47,7 @@ class AsyncTrainingConfig(Section):
     @classmethod
     def _fill_in_preset(cls, values: Any) -> Any:
         """Set the keys of the preset that are not set themselves."""
-        preset = values.get("preset") if isinstance(values, dict) else None
-        if not isinstance(preset, str):
-            return values
-        return fill_missing(values, PRESETS.get(preset, {}))
+        return fill_preset(values, PRESETS)
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> "AsyncTrainingConfig":

@@ -22,21 +22,17 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.config.trainer import ProfilerConfig, RayConfig, TrainerConfig
 from quadriga.errors import QuadrigaError
 
-_BATCHES = {"train_batch_size": 256, "val_batch_size": 256, "max_length": 1024}
-_SUPERVISED: dict[str, Any] = {"data": _BATCHES, "trainer": {"experiment_name": "sft"}}
-
-
-def _supervised_preset(*, use_prefix_sharing: bool) -> dict[str, Any]:
-    """Make the defaults of a supervised task."""
-    actor = {"optim": {"lr": 1e-5}, "use_prefix_sharing": use_prefix_sharing}
-    return {**_SUPERVISED, "actor_rollout_ref": {"actor": actor}}
-
-
+_SUPERVISED: dict[str, Any] = {
+    "data": {"train_batch_size": 256, "val_batch_size": 256, "max_length": 1024},
+    "trainer": {"experiment_name": "sft"},
+    "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}}},
+}
 # The two sequences of a pair have a prompt in common; conversations have not.
+_WITHOUT_SHARING = {"actor_rollout_ref": {"actor": {"use_prefix_sharing": False}}}
 PRESETS: dict[str, dict[str, Any]] = {
     "rl": {},
-    "sft": _supervised_preset(use_prefix_sharing=False),
-    "reward_model": _supervised_preset(use_prefix_sharing=True),
+    "sft": fill_missing(_SUPERVISED, _WITHOUT_SHARING),
+    "reward_model": _SUPERVISED,
 }
 """Defaults of each task that differ from those of the schema."""
 

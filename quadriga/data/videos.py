@@ -57,7 +57,6 @@ class Video:
         width: width in pixels.
         read: reads the frames with the given numbers, which must ascend, [H, W, 3] uint8 each.
         source: the file, or its bytes. None: the video came as frames.
-        seconds: duration of a file. None: it follows from `fps`.
     """
 
     num_frames: int
@@ -66,7 +65,6 @@ class Video:
     width: int
     read: Callable[[Sequence[int]], Iterator[np.ndarray]]
     source: Path | io.BytesIO | None = None
-    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +198,8 @@ class FrameRules:
                 )
         # Some files have the bounds of a frame under `size`.
         size = settings.get("size") or {}
+        writes_times = model_type in TIME_TEXT_TYPES
+        pixel_keys = ("min_pixels", "max_pixels")
         rules = cls(
             patch_size=settings.get("patch_size") or patch_size,
             temporal_patch_size=settings.get("temporal_patch_size") or 2,
@@ -209,16 +209,14 @@ class FrameRules:
             mean=tuple(settings.get("image_mean") or mean),
             std=tuple(settings.get("image_std") or std),
             scale=settings.get("rescale_factor") or 1 / 255,
-            writes_times=model_type in TIME_TEXT_TYPES,
-            limits_whole_clip=model_type in TIME_TEXT_TYPES,
+            writes_times=writes_times,
+            # As options, these keys limit each image, and so each frame.
+            limits_whole_clip=writes_times and options.keys().isdisjoint(pixel_keys),
             max_duration_s=max_duration_s,
             fps=settings.get("fps") or _FPS,
             min_frames=settings.get("min_frames") or _MIN_FRAMES,
             max_frames=settings.get("max_frames") or _MAX_FRAMES,
         )
-        if {"min_pixels", "max_pixels"} & options.keys():
-            # As options, these keys limit each image, and so each frame.
-            rules = replace(rules, limits_whole_clip=False)
         return replace(rules, **options)
 
     def clip(self, video: Video, *, where: str) -> Clip:
@@ -332,7 +330,8 @@ class FrameRules:
             The numbers of the frames.
         """
         last = video.num_frames - 1
-        duration_s = video.seconds or round(last / fps) + 1
+        # As in transformers, which knows the duration of a file.
+        duration_s = video.num_frames / fps if video.source else round(last / fps) + 1
         max_count = int(max_duration_s * self.fps)
         if duration_s <= max_duration_s:
             count = max(int(duration_s * self.fps), 1)
@@ -586,7 +585,7 @@ def _video_of_file(source: Path | io.BytesIO, where: str) -> Video:
     def read(indices: Sequence[int]) -> Iterator[np.ndarray]:
         return _decode_frames(source, fps, indices, where)
 
-    return Video(count, fps, height, width, read, source, count / fps)
+    return Video(count, fps, height, width, read, source)
 
 
 def _decode_frames(
