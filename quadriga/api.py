@@ -375,8 +375,7 @@ class Run:
                 got="no such file",
                 expected="a run that took a step, with jsonl among its trainer.logger",
             )
-        table = pd.DataFrame.from_dict(read_metrics(file), orient="index")
-        return table.rename_axis("step")
+        return pd.DataFrame.from_dict(read_metrics(file), orient="index").rename_axis("step")
 
     def samples(self, step: int) -> pd.DataFrame:
         """Responses of a training step with their prompts and scores.

@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None:
+def inspect(config: Config, path: Path, row: int, num_rows: int) -> None:
     """Print the contents of a data file.
 
     Args:

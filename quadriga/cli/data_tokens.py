@@ -65,8 +65,7 @@ def print_chats(config: Config, path: Path, row: int) -> None:
             "vocabulary_size": embedding_limit(config, encoder.tokenizer),
         }
     chats = _Chats([path], encoder.tokenizer, skips, **options)
-    lengths = np.array([len(chat.ids) for chat in chats.rows])
-    print(*histogram(lengths, "tokens"), sep="\n")
+    print(*histogram(np.array([len(chat.ids) for chat in chats.rows]), "tokens"), sep="\n")
     print(f"bad: {len(chats.bad_rows)} rows")
     if chats.rows:
         shown = chats.rows[min(row, len(chats) - 1)]

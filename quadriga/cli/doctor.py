@@ -132,11 +132,10 @@ def core_requirements() -> list[Requirement]:
                 fix="Install it with pip.",
             ) from None
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
-    requirements = [Requirement(text) for text in declared]
     # Packages of extras have a marker that is false without their extra.
     return [
         requirement
-        for requirement in requirements
+        for requirement in map(Requirement, declared)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     ]
 

@@ -83,9 +83,8 @@ def _check_folders(arguments: argparse.Namespace, folder: Path) -> None:
     output = arguments.output
     where = f"--output {output}"
     if not folder.is_dir():
-        checkpoint = arguments.checkpoint
         raise CheckpointError(
-            checkpoint,
+            arguments.checkpoint,
             got="no such folder",
             expected="a run or a checkpoint",
             fix="Check the path.",

@@ -185,8 +185,7 @@ def grade(argv: Sequence[str]) -> int:
         score(config, arguments.model, arguments.response_key, arguments.reward_model_key)
         return 0
     grades = evaluate.evaluate(config)
-    samples = validate.first_samples(grades.rows, config.trainer.log_val_generations)
-    for row in samples:
+    for row in validate.first_samples(grades.rows, config.trainer.log_val_generations):
         grading = f"score {row['score']:g}, truth {row['ground_truth']!r}"
         print(f"  {row['input']!r}\n    -> {row['output']!r} ({grading})")
     _print_grades(grades)

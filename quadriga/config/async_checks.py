@@ -193,9 +193,10 @@ def _stale_notices(config: Config) -> Iterator[str]:
             "a run that loses its actor resumes from a checkpoint."
         )
     if not correction.needs_old_log_probs and not correction.bypass_mode:
-        key = "algorithm.rollout_correction"
-        versions = settings.max_staleness
-        yield f"{key}: nothing corrects for samples up to {versions} versions old: set {key}.preset."
+        yield (
+            "algorithm.rollout_correction: nothing corrects for samples up to "
+            f"{settings.max_staleness} versions old: set algorithm.rollout_correction.preset."
+        )
     if continues and config.algorithm.adv_estimator == "gae":
         yield (
             f"{_KEY}.in_flight: the critic at the beginning of a step computes the values "

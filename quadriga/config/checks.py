@@ -103,11 +103,15 @@ def check_batches(config: Config) -> Findings:
     key = f"{ACTOR}.ppo_mini_batch_size"
     num_last_prompts = num_prompts % mini_batch_size
     if mini_batch_size > num_prompts:
-        sizes = f"mini-batches of {mini_batch_size} of {num_prompts} prompts"
-        yield f"{key}: {sizes}: the whole batch is one mini-batch."
+        yield (
+            f"{key}: mini-batches of {mini_batch_size} of {num_prompts} prompts: "
+            "the whole batch is one mini-batch."
+        )
     elif num_last_prompts:
-        sizes = f"{num_prompts} prompts in mini-batches of {mini_batch_size}"
-        yield f"{key}: {sizes}: the last one has {num_last_prompts}."
+        yield (
+            f"{key}: {num_prompts} prompts in mini-batches of {mini_batch_size}: "
+            f"the last one has {num_last_prompts}."
+        )
     # Only full batches are trained on.
     limit = config.data.train_max_samples
     if 0 < limit < num_prompts:
@@ -160,8 +164,10 @@ def check_update(config: Config) -> Findings:
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield f"{ACTOR}.kl_loss_coef: {only_reported}"
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
-        keys = f"{ACTOR}.use_kl_loss, algorithm.use_kl_in_reward"
-        yield f"{keys}: the KL divergence counts twice, in the loss and in the reward."
+        yield (
+            f"{ACTOR}.use_kl_loss, algorithm.use_kl_in_reward: "
+            "the KL divergence counts twice, in the loss and in the reward."
+        )
     yield from _check_trained(config, ACTOR, actor)
     yield from _check_trained(config, "critic", config.critic)
 
@@ -179,12 +185,15 @@ def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig)
     if optim.lr == 0:
         yield f"{at}.optim.lr: at 0 nothing is learned."
     if section.loss_agg_mode == "seq-mean-token-sum-norm" and section.loss_scale_factor is None:
-        length = config.data.max_response_length
-        divisor = f"data.max_response_length, {length}"
-        yield f"{at}.loss_scale_factor: token sums are divided by {divisor}."
+        yield (
+            f"{at}.loss_scale_factor: token sums are divided by data.max_response_length, "
+            f"{config.data.max_response_length}."
+        )
     if num_steps is not None and optim.lr_warmup_steps >= num_steps:
-        end = f"the run ends during warm-up; the rate never reaches {optim.lr:g}"
-        yield f"{at}.optim.lr_warmup_steps: {end}."
+        yield (
+            f"{at}.optim.lr_warmup_steps: the run ends during warm-up; "
+            f"the rate never reaches {optim.lr:g}."
+        )
 
     # A checkpoint must have at least the parts that a resumed run reads.
     checkpoint = section.checkpoint
@@ -200,8 +209,10 @@ def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig)
         return
     skipped_parts = [part for part in ("model", "optimizer", "extra") if part not in loaded]
     if skipped_parts and writes_checkpoints(config):
-        difference = "a resumed run differs from a run that was not interrupted"
-        yield f"{at}.checkpoint: without {', '.join(skipped_parts)} {difference}."
+        yield (
+            f"{at}.checkpoint: without {', '.join(skipped_parts)} a resumed run differs from a "
+            "run that was not interrupted."
+        )
 
 
 def check_supervised(config: Config) -> Findings:

@@ -122,9 +122,9 @@ def _choose_task(default: str, trees: Sequence[Mapping[str, Any]], overrides: Se
 def read_settings(
     values: Mapping[str, Any],
     places: Mapping[str, str],
-    task: str = "rl",
+    task: str,
     *,
-    for_training: bool = True,
+    for_training: bool,
 ) -> tuple[Config | None, list[ConfigError], list[str]]:
     """Read the configuration that a command line of verl was translated to.
 

@@ -68,8 +68,10 @@ class SamplingConfig(Section):
         if self.do_sample and self.temperature == 0:
             yield f"{at}.do_sample: at temperature 0 validation still takes the most likely token."
         if self.n > 1 and (not self.do_sample or self.temperature == 0):
-            equal = f"the {self.n} responses to a prompt are equal"
-            yield f"{at}.n: validation takes the most likely token, so {equal}."
+            yield (
+                f"{at}.n: validation takes the most likely token, "
+                f"so the {self.n} responses to a prompt are equal."
+            )
 
 
 class SkipConfig(Section):
@@ -205,8 +207,10 @@ class RolloutConfig(LogProbConfig):
         stop = self.log_prob_diff_stop
         warn = self.log_prob_diff_warn
         if stop is not None and stop < warn:
-            end = f"the run stops at {stop:g} before it would warn at {warn:g}"
-            yield f"{at}.log_prob_diff_warn: {end}."
+            yield (
+                f"{at}.log_prob_diff_warn: the run stops at {stop:g} "
+                f"before it would warn at {warn:g}."
+            )
         if self.traits.takes_weights == "never":
             yield ConfigError(
                 f"{at}.name",

@@ -262,8 +262,9 @@ class TrainerConfig(Section):
         elif not self.save_minutes and not self.val_only:
             if self.max_ckpt_to_keep:
                 yield from notice_unused([f"{at}.max_ckpt_to_keep"], "no checkpoint is written")
-            loss = "no checkpoint is written; the trained weights end with the run"
-            yield f"{at}.save_freq: {loss}."
+            yield (
+                f"{at}.save_freq: no checkpoint is written; the trained weights end with the run."
+            )
         steps = self.total_training_steps
         if steps is not None and self.critic_warmup >= steps:
             yield ConfigError(

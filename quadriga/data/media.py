@@ -47,9 +47,8 @@ def read_prompt(
         # Otherwise images would be dropped in silence, and their places would be text.
         refuse_media(messages, media, config, where=where)
         return messages, [[], []]
-    row_images = media.get("image", ())
     messages, images, videos = with_parts(
-        messages, row_images, media.get("video"), where=prompt_place
+        messages, media.get("image", ()), media.get("video"), where=prompt_place
     )
     return messages, [images, videos]
 

@@ -154,8 +154,7 @@ def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
     Raises:
         DataError: as for `read_picture`.
     """
-    source = find_source(value, folder, where, "image", _FORMS)
-    with _open_picture(source, where) as picture:
+    with _open_picture(find_source(value, folder, where, "image", _FORMS), where) as picture:
         width, height = picture.size
         # The header has the size before the orientation is applied.
         orientation = picture.getexif().get(ExifTags.Base.Orientation)

@@ -471,8 +471,7 @@ class ChatEncoder:
             # Some templates write the date into the prompt.
             "date": str(date.today()) if "strftime_now" in json.dumps(template) else "",
         }
-        text = json.dumps(facts, sort_keys=True, default=repr)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def describe_template_check(num_orders: int) -> str:

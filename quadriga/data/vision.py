@@ -242,8 +242,7 @@ class VisionProcessor:
         clips = []
         for value, place in _list_with_places(videos, "video", config.video_key, where):
             rules = self.frame_rules(place)
-            video = open_video(value, folder=folder, where=place)
-            clips.append(rules.clip(video, where=place))
+            clips.append(rules.clip(open_video(value, folder=folder, where=place), where=place))
         return num_embeddings, clips
 
     def frame_rules(self, where: str) -> FrameRules:
@@ -699,8 +698,7 @@ def read_media(
         # Without a processor there are no videos.
         assert processor is not None
         rules = processor.frame_rules(place)
-        video = open_video(value, folder=folder, where=place)
-        clips.append(rules.read(video, where=place))
+        clips.append(rules.read(open_video(value, folder=folder, where=place), where=place))
     return pictures, clips
 
 

@@ -306,11 +306,9 @@ class JudgeQuestion(NamedTuple):
             The question. Without a `pattern` it ends by asking for a last line with the score.
         """
         text = _PROMPT_PLACE.sub(lambda match: _value_of_place(row, match[1]), self.prompt)
-        return (
-            text
-            if self.pattern is not None
-            else text + _ENDING.format(self.min_score, self.max_score)
-        )
+        if self.pattern is None:
+            text += _ENDING.format(self.min_score, self.max_score)
+        return text
 
     def read_score(self, reply: str) -> float:
         """Read the score in a judge's reply.
