@@ -125,8 +125,10 @@ class HTTPClient:
             ServerLostError: another attempt may succeed; see the table at the top of the module.
             QuadrigaError: the server refuses the request. Its class is `error` of the client.
         """
-        options = {"method": method, "timeout_s": timeout_s, "needs_object": needs_object}
-        return run_coroutine(self.call_async(path, body, **options))
+        reply = self.call_async(
+            path, body, method=method, timeout_s=timeout_s, needs_object=needs_object
+        )
+        return run_coroutine(reply)
 
     async def call_async(
         self,
@@ -291,9 +293,9 @@ def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], It
     through = f", through {route}" if route else ""
     if route and (trouble := proxy_trouble()):
         raise ServerLostError(f"{trouble}{through}")
-    options = {"timeout": timeout_s, "follow_redirects": True, "trust_env": not is_loopback(url)}
+    client = httpx2.Client(timeout=timeout_s, follow_redirects=True, trust_env=not is_loopback(url))
     try:
-        with httpx2.Client(**options) as client, client.stream("GET", url) as reply:
+        with client, client.stream("GET", url) as reply:
             if reply.status_code != 200:
                 raise ServerLostError(f"status {reply.status_code}{through}")
             yield reply.headers, reply.iter_bytes()

@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Here and not at exit, so that a failure decides about the status.
             sys.stdout.flush()
     except OSError as error:
+        # The loss of standard output is reported below.
         if error is not streams.lost_output():
             raise
     except SystemExit as end:

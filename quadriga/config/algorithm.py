@@ -187,15 +187,17 @@ class RolloutCorrectionConfig(Section):
             they bound the divergence, and the lower one is 0.
         """
         names = list(dict.fromkeys(_split_at_commas(self.rollout_rs)))
+        if not names:
+            return ()
         thresholds = _split_at_commas(self.rollout_rs_threshold)
         # One threshold is for all rules.
-        if names and len(thresholds) == 1:
+        if len(thresholds) == 1:
             thresholds *= len(names)
-        if names and len(thresholds) != len(names):
+        if len(thresholds) != len(names):
             expected = f"one threshold, or {len(names)}: one for each of {', '.join(names)}"
             raise refuse(expected, "Set algorithm.rollout_correction.rollout_rs_threshold.")
         rules = []
-        for name, threshold in zip(names, thresholds, strict=False):
+        for name, threshold in zip(names, thresholds, strict=True):
             level, _, kind = name.rpartition("_")
             if kind == "k1":
                 ratios = f"two ratios above 0 as LOWER_UPPER for {name}, or"

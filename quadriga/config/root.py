@@ -177,8 +177,7 @@ def _add_correction(tree: dict[str, Any]) -> dict[str, Any]:
         return tree
     if settings.get("max_staleness") == 0:
         return tree
-    tree = fill_missing(tree, {"algorithm": {}})
-    algorithm = tree["algorithm"]
+    algorithm = tree.get("algorithm", {})
     # Any setting of the section replaces the default.
     if not isinstance(algorithm, dict) or algorithm.get("rollout_correction"):
         return tree

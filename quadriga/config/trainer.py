@@ -206,8 +206,10 @@ class TrainerConfig(Section):
     @property
     def directory(self) -> Path:
         """`default_local_dir` with the names inserted."""
-        places = {"project_name": self.project_name, "experiment_name": self.experiment_name}
-        return Path(self.default_local_dir.format(**places)).expanduser()
+        path = self.default_local_dir.format(
+            project_name=self.project_name, experiment_name=self.experiment_name
+        )
+        return Path(path).expanduser()
 
     @property
     def offload_directory(self) -> Path:

@@ -432,9 +432,11 @@ def _damaged_file_error(path: Path, error: Exception) -> DataError:
     reason = str(error).strip().partition("\n")[0]
     size = path.stat().st_size
     kind = "parquet" if path.suffix.lower() in _PARQUET_SUFFIXES else "JSON"
-    got = f"{size} bytes that are no whole {kind} file ({reason})" if size else "an empty file"
     return DataError(
-        str(path), got=got, expected=f"a {kind} file", fix="Write or download it again."
+        str(path),
+        got=f"{size} bytes that are no whole {kind} file ({reason})" if size else "an empty file",
+        expected=f"a {kind} file",
+        fix="Write or download it again.",
     )
 
 

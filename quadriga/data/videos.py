@@ -434,13 +434,14 @@ def video_settings(path: str | Path) -> dict[str, Any]:
     Args:
         path: the model's folder or its name on the hub.
     """
-    # With these options, `cached_file` returns None for a file that is not there.
-    no_errors = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
     for name in FILES:
-        file = cached_file(path, name, **no_errors)
+        # With these options it returns None for a file that is not there.
+        file = cached_file(
+            path,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
         if file is None:
             continue
         settings = json.loads(Path(file).read_text(encoding="utf-8"))

@@ -530,12 +530,13 @@ class VisionProcessor:
         """Kind of each expanded token: 1 for an image's embedding, 2 for a video's, 0 for text."""
         tokens = np.array(ids)
         is_image = tokens == self.image_token_id
-        if self.video_bounds is None:
-            return (is_image + 2 * (tokens == self.video_token_id)).tolist()
-        # Inside a video, one more video has begun than has ended.
-        first, last = self.video_bounds
-        is_inside = np.cumsum(tokens == first) > np.cumsum(tokens == last)
-        return (is_image * (1 + is_inside)).tolist()
+        is_video = tokens == self.video_token_id
+        if self.video_bounds is not None:
+            # Videos use the image token. Inside a video, one more video has begun than has ended.
+            first, last = self.video_bounds
+            is_inside = np.cumsum(tokens == first) > np.cumsum(tokens == last)
+            is_video = is_image & is_inside
+        return np.where(is_video, 2, is_image).tolist()
 
     def _grids_of_video_runs(
         self, grids: torch.Tensor | None, seconds: torch.Tensor | None
