@@ -293,8 +293,10 @@ def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], It
     through = f", through {route}" if route else ""
     if route and (trouble := proxy_trouble()):
         raise ServerLostError(f"{trouble}{through}")
-    client = httpx2.Client(timeout=timeout_s, follow_redirects=True, trust_env=not is_loopback(url))
     try:
+        client = httpx2.Client(
+            timeout=timeout_s, follow_redirects=True, trust_env=not is_loopback(url)
+        )
         with client, client.stream("GET", url) as reply:
             if reply.status_code != 200:
                 raise ServerLostError(f"status {reply.status_code}{through}")

@@ -191,10 +191,11 @@ def _peer_lines(cuda: Any) -> Iterator[str]:
         cuda: the module `torch.cuda`.
     """
     count = cuda.device_count() if cuda.is_available() else 0
-    pairs = []
-    for first, second in combinations(range(count), 2):
-        if not cuda.can_device_access_peer(first, second):
-            pairs.append(f"{first} and {second}")
+    pairs = [
+        f"{first} and {second}"
+        for first, second in combinations(range(count), 2)
+        if not cuda.can_device_access_peer(first, second)
+    ]
     if pairs:
         yield (
             f"no peer access between GPUs {', '.join(pairs)}: NCCL copies through the host there,"

@@ -344,10 +344,11 @@ class _ConfigBuilder:
             self._report_unknown_key(key, value, place)
         elif value is not None:
             prefix = f"{key}."
-            names = []
-            for leaf_key in leaf_keys(self.task):
-                if leaf_key.startswith(prefix):
-                    names.append(leaf_key.removeprefix(prefix).partition(".")[0])
+            names = [
+                leaf_key.removeprefix(prefix).partition(".")[0]
+                for leaf_key in leaf_keys(self.task)
+                if leaf_key.startswith(prefix)
+            ]
             self.add_problem(
                 key,
                 place,

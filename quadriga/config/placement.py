@@ -86,11 +86,11 @@ def role_pools(trainer: TrainerConfig, optional_roles: Collection[str] = ()) -> 
     """
     placement = trainer.placement if trainer.backend == "ray" else "together"
     pools = _ARRANGEMENTS[placement] if isinstance(placement, str) else placement
-    present_pools = {}
-    for role, pool in pools.items():
-        if role in optional_roles or role not in _OPTIONAL_ROLES:
-            present_pools[role] = pool
-    return present_pools
+    return {
+        role: pool
+        for role, pool in pools.items()
+        if role in optional_roles or role not in _OPTIONAL_ROLES
+    }
 
 
 def place_roles(

@@ -420,10 +420,9 @@ def _read_json_blocks(
 
 def _bad_line_errors(path: Path, facts: _JsonFacts) -> list[DataError]:
     """Make an error for each bad line of a file."""
-    errors = []
-    for line, got, expected in facts.bad:
-        errors.append(DataError(f"{path} {line}", got=got, expected=expected))
-    return errors
+    return [
+        DataError(f"{path} {line}", got=got, expected=expected) for line, got, expected in facts.bad
+    ]
 
 
 def _damaged_file_error(path: Path, error: Exception) -> DataError:
@@ -715,11 +714,10 @@ def _copy_to_cache(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path
     """Copy a remote file into the cache, unless its current version is there; return the copy."""
     info = filesystem.info(path)
     url = filesystem.unstrip_protocol(path)
-    version = []
-    for key, value in info.items():
-        if key.lower() in _VERSION_FIELDS:
-            version.append((key, str(value)))
-    target = cache / _cache_name(url, info.get("size"), sorted(version))
+    version = sorted(
+        (key, str(value)) for key, value in info.items() if key.lower() in _VERSION_FIELDS
+    )
+    target = cache / _cache_name(url, info.get("size"), version)
     if not target.is_file():
         with written_aside(target, where="data.cache_dir") as draft:
             try:

@@ -347,9 +347,8 @@ def prompt_lengths(
 
 def _measure_file(table: RowTable, meter: PromptMeter, num_workers: int) -> Measurements:
     """Measure every prompt of a file, batch by batch."""
-    batches = []
-    for start in range(0, len(table), BATCH_ROWS):
-        batches.append(range(start, min(start + BATCH_ROWS, len(table))))
+    all_rows = range(len(table))
+    batches = [all_rows[start : start + BATCH_ROWS] for start in all_rows[::BATCH_ROWS]]
     # At most one process for each batch.
     num_workers = min(num_workers, len(batches))
     results: dict[int, Measurements] = {}  # by number of the batch

@@ -388,10 +388,9 @@ class TokenizedRows(FileDataset, Generic[Row]):
         if self.processor is not None:
             return with_parts(chat, media.get("image", ()), media.get("video"), where=where)
         # Texts are not checked: a tag such as `<image>` may be HTML that the model is to write.
-        chat_without_texts = []
-        for message in chat:
-            if not isinstance(message.get("content"), str):
-                chat_without_texts.append(message)
+        chat_without_texts = [
+            message for message in chat if not isinstance(message.get("content"), str)
+        ]
         column = getattr(self.config, self.columns[0])
         refuse_media(chat_without_texts, media, self.config, where=where, column=repr(column))
         return chat, [], []

@@ -521,9 +521,10 @@ def _video_of_list(values: list[Any], fps: float | None, folder: Path, where: st
             ) from error
         return _video_of_array(array, fps, where)
     places = [f"{where}, frame {number}" for number in range(len(values))]
-    sizes = set()
-    for value, place in zip(values, places, strict=True):
-        sizes.add(picture_size(value, folder=folder, where=place))
+    sizes = {
+        picture_size(value, folder=folder, where=place)
+        for value, place in zip(values, places, strict=True)
+    }
     if len(sizes) > 1:
         examples = [f"{height} by {width}" for height, width in sorted(sizes)[:2]]
         raise DataError(

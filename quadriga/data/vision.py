@@ -204,10 +204,10 @@ class VisionProcessor:
         Raises:
             DataError: as for `prompt`.
         """
-        pictures = []
-        for number, image in enumerate(images):
-            place = f"{where}, image {number}"
-            pictures.append(read_picture(image, folder=Path(), where=place))
+        pictures = [
+            read_picture(image, folder=Path(), where=f"{where}, image {number}")
+            for number, image in enumerate(images)
+        ]
         # Frames are resized already; `Clip.of` only wraps them.
         clips = clips_of(videos)
         return self.prompt(ids, pictures, sys.maxsize, where=where, clips=clips, encode=encode)
@@ -691,9 +691,10 @@ def read_media(
         DataError: an image or a video is wrong; it names its column and number.
     """
     images, videos = media
-    pictures = []
-    for image, place in _list_with_places(images, "image", config.image_key, where):
-        pictures.append(read_picture(image, folder=folder, where=place))
+    pictures = [
+        read_picture(image, folder=folder, where=place)
+        for image, place in _list_with_places(images, "image", config.image_key, where)
+    ]
     clips = []
     for value, place in _list_with_places(videos, "video", config.video_key, where):
         # Without a processor there are no videos.

@@ -436,10 +436,10 @@ def _read_questions(kwargs: dict[str, Any]) -> list[JudgeQuestion]:
         raise ConfigError(
             f"{_WHERE}.components", got=repr(components), expected="names, each with a prompt"
         )
-    questions = []
-    for name, settings in components.items():
-        questions.append(_read_question(str(name), settings, f"{_WHERE}.components.{name}"))
-    return questions
+    return [
+        _read_question(str(name), settings, f"{_WHERE}.components.{name}")
+        for name, settings in components.items()
+    ]
 
 
 def _read_question(name: str, settings: Any, where: str) -> JudgeQuestion:
