@@ -111,13 +111,14 @@ def read_adapter(folder: Path) -> AdapterShape:
         raise ConfigError(str(file), got=f"no JSON ({error})", expected="JSON", fix=fix) from error
 
     # List everything that is not plain LoRA, for a single error.
-    unsupported = []
-    for name, values in _PLAIN.items():
-        if facts.get(name, values[0]) not in values:
-            unsupported.append(f"{name}={facts[name]}")
-    for name in ("r", "lora_alpha", "target_modules"):
-        if not facts.get(name):
-            unsupported.append(f"no {name}")
+    unsupported = [
+        f"{name}={facts[name]}"
+        for name, values in _PLAIN.items()
+        if facts.get(name, values[0]) not in values
+    ]
+    unsupported += [
+        f"no {name}" for name in ("r", "lora_alpha", "target_modules") if not facts.get(name)
+    ]
     unsupported += [f"{name}={facts[name]}" for name in _NOT_PLAIN if facts.get(name)]
     if unsupported:
         fix = (

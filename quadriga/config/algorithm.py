@@ -161,8 +161,10 @@ class RolloutCorrectionConfig(Section):
         """Refuse unknown rules of rejection."""
         names = _split_at_commas(value)
         if value is not None and (not names or set(names) - set(_RULES)):
-            expected = f"one or more of {', '.join(_RULES)}, with commas between"
-            raise refuse(expected, "Or null, to reject nothing.")
+            raise refuse(
+                f"one or more of {', '.join(_RULES)}, with commas between",
+                "Or null, to reject nothing.",
+            )
         return value
 
     @model_validator(mode="after")
@@ -194,8 +196,10 @@ class RolloutCorrectionConfig(Section):
         if len(thresholds) == 1:
             thresholds *= len(names)
         if len(thresholds) != len(names):
-            expected = f"one threshold, or {len(names)}: one for each of {', '.join(names)}"
-            raise refuse(expected, "Set algorithm.rollout_correction.rollout_rs_threshold.")
+            raise refuse(
+                f"one threshold, or {len(names)}: one for each of {', '.join(names)}",
+                "Set algorithm.rollout_correction.rollout_rs_threshold.",
+            )
         rules = []
         for name, threshold in zip(names, thresholds, strict=True):
             level, _, kind = name.rpartition("_")

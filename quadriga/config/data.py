@@ -18,8 +18,9 @@ class FromFile(Section):
         names = [name for name, _ in self if name != "options"]
         missing_names = [name for name in names if getattr(self, name) is None]
         if len(missing_names) == 1:
-            fix = "Name the file and the class in it."
-            raise refuse(f"both {' and '.join(names)}, or neither", fix)
+            raise refuse(
+                f"both {' and '.join(names)}, or neither", "Name the file and the class in it."
+            )
         return self
 
 
@@ -38,8 +39,10 @@ class CustomDatasetConfig(FromFile):
     def _refuse_unread_options(self) -> Self:
         """Refuse `options` without a class that reads them."""
         if self.options and self.path is None:
-            expected = "no keys of your own without data.custom_cls.path"
-            raise refuse(expected, "Name the class that reads them.")
+            raise refuse(
+                "no keys of your own without data.custom_cls.path",
+                "Name the class that reads them.",
+            )
         return self
 
 
@@ -87,8 +90,9 @@ class ImageSizeConfig(Section):
             minimum = getattr(self, f"min_{unit}")
             maximum = getattr(self, f"max_{unit}")
             if minimum is not None and maximum is not None and minimum > maximum:
-                fix = "Exchange them, or leave one out."
-                raise refuse(f"min_{unit} of at most max_{unit}", fix)
+                raise refuse(
+                    f"min_{unit} of at most max_{unit}", "Exchange them, or leave one out."
+                )
         return self
 
 
@@ -197,8 +201,10 @@ class DataConfig(Section):
     def _refuse_two_data_sets(self) -> Self:
         """Refuse two classes that would both make the training rows."""
         if self.custom_cls.path is not None and self.datagen.path is not None:
-            fix = "A dataset class of your own may have on_batch_end(batch)."
-            raise refuse("data.custom_cls or data.datagen", fix)
+            raise refuse(
+                "data.custom_cls or data.datagen",
+                "A dataset class of your own may have on_batch_end(batch).",
+            )
         return self
 
     @model_validator(mode="after")
@@ -206,8 +212,10 @@ class DataConfig(Section):
         """Require a share of the mixture for each entry of `train_files`."""
         files = [self.train_files] if isinstance(self.train_files, str) else self.train_files
         if self.mixture and len(self.mixture) != len(files):
-            expected = f"data.mixture with a share for each entry of data.train_files, {len(files)}"
-            raise refuse(expected, "Name files with a common share by one glob.")
+            raise refuse(
+                f"data.mixture with a share for each entry of data.train_files, {len(files)}",
+                "Name files with a common share by one glob.",
+            )
         return self
 
     if not TYPE_CHECKING:

@@ -67,9 +67,9 @@ class DistillationConfig(ParallelConfig):
         if not self.enable:
             return {}
         teachers = {} if self.path is None else {"distillation.path": self.path}
-        for source, path in self.teachers.items():
-            teachers[f"distillation.teachers.{source}"] = path
-        return teachers
+        return teachers | {
+            f"distillation.teachers.{source}": path for source, path in self.teachers.items()
+        }
 
     @property
     def loaded_teachers(self) -> dict[str, str]:

@@ -303,10 +303,8 @@ class _ConfigBuilder:
         """
         # The values of these keys, by which a user's code takes part. Those of the command line are
         # not assigned yet, so they are read from it here.
-        values = {}
-        for key in (CUSTOM_CLASS, "algorithm.adv_estimator", EXTERNAL_LIB):
-            if leaf_of(key, self.task):
-                values[key] = self.value(key)
+        keys = (CUSTOM_CLASS, "algorithm.adv_estimator", EXTERNAL_LIB)
+        values = {key: self.value(key) for key in keys if leaf_of(key, self.task)}
         for argument in overrides:
             key, _, value = argument.lstrip("+").partition("=")
             if key in values:

@@ -231,9 +231,11 @@ class RolloutConfig(LogProbConfig):
             unread_keys += _UNREAD_BY_SERVERS
         changed_keys = self.changed_keys(at)
         keys = [f"{at}.{key}" for key in unread_keys if f"{at}.{key}" in changed_keys]
-        for engine in ENGINES:
-            if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict):
-                keys.append(f"{at}.engine_kwargs.{engine}")
+        keys += [
+            f"{at}.engine_kwargs.{engine}"
+            for engine in ENGINES
+            if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict)
+        ]
         yield from notice_unused(keys, f"{at}.name is '{self.name}'")
 
     def _sampling_findings(self, at: str) -> Findings:
@@ -256,14 +258,12 @@ class RolloutConfig(LogProbConfig):
         """Yield problems with tensor and expert parallelism of the engine."""
         size = self.tensor_model_parallel_size
         if size > 1 and not self.traits.supports_tensor_parallel:
-            got = f"{size}, with {at}.name={self.name}"
-            expected = "1: each process generates with the full model"
             # The fix leaves out two engines that pass the check: SGLang, which gets no devices on
             # Ray, and http, whose servers have settings of their own.
             yield ConfigError(
                 f"{at}.tensor_model_parallel_size",
-                got,
-                expected,
+                f"{size}, with {at}.name={self.name}",
+                "1: each process generates with the full model",
                 f"Set it to 1, or generate with {engines_with('spans_ranks')}.",
             )
         # Experts are divided over all ranks of an engine, or not at all.
@@ -271,11 +271,10 @@ class RolloutConfig(LogProbConfig):
         can_divide = bool(self.traits.expert_parallel_devices)
         if num_expert_ranks > 1 and not (can_divide and num_expert_ranks == size):
             engine = f"{at}.name={self.name} and tensor_model_parallel_size={size}"
-            got = f"{num_expert_ranks}, with {engine}"
             engines = engines_with("expert_parallel_devices")
             yield ConfigError(
                 f"{at}.expert_parallel_size",
-                got,
+                f"{num_expert_ranks}, with {engine}",
                 (
                     f"1; or, with {engines}, the value of tensor_model_parallel_size, "
                     "since all ranks of an engine divide its experts"

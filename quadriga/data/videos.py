@@ -614,10 +614,11 @@ def _decode_frames(
         start = stream.start_time or 0
         unit = float(stream.time_base)
         # Numbers of the key frames; empty with older versions of PyAV, and for files without an index.
-        key_frames = []
-        for entry in getattr(stream, "index_entries", ()):
-            if entry.is_keyframe:
-                key_frames.append(round((entry.timestamp - start) * unit * fps))
+        key_frames = [
+            round((entry.timestamp - start) * unit * fps)
+            for entry in getattr(stream, "index_entries", ())
+            if entry.is_keyframe
+        ]
         frames = container.decode(stream)
         frame = None
         position = -1  # number of the frame that was decoded last
