@@ -699,7 +699,7 @@ def evaluate(
         except QuadrigaError as error:
             raise name_sources(error, draft.sources) from error.__cause__
     # The first response to each prompt.
-    samples: dict[str, dict[str, Any]] = {}
+    samples = {}
     for response in grades.rows:
         samples.setdefault(response["uid"], _sample_row(response))
     return Evaluation(grades.metrics, pd.DataFrame(list(samples.values())))
@@ -734,7 +734,7 @@ def _frozen_defaults(run: Run) -> dict[str, Any]:
     if "config" in vars(run):
         sections = run.config.model_dump(mode="json", exclude_unset=True)
     else:
-        problems: list[ConfigError] = []
+        problems = []
         sections, _ = read_yaml(run.directory / CONFIGURATION, problems)
         if problems:
             raise problems[0]

@@ -71,7 +71,7 @@ def inspect(config: Config, path: Path, row: int, num_rows: int) -> None:
     Raises:
         DataError: the file cannot be read, or does not have the row.
     """
-    errors: list[DataError] = []
+    errors = []
     data = config.data
     table = read_table(path, data.cache_dir, errors, data.chat_columns)
     if not 0 <= row < len(table):

@@ -56,7 +56,7 @@ def print_chats(config: Config, path: Path, row: int) -> None:
     data = config.data
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
     skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
-    options: dict[str, Any] = {}
+    options = {}
     model_path = config.actor_rollout_ref.model.path
     if model_path:
         options = {

@@ -48,8 +48,8 @@ def training_findings(
     Returns:
         The problems, and the notices for the user.
     """
-    problems: list[ConfigError] = []
-    notices: list[str] = []
+    problems = []
+    notices = []
     for check in _CHECKS if config.task == "rl" else _SUPERVISED_CHECKS:
         if is_verls and check is check_groups:
             continue

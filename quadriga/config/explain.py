@@ -2,7 +2,6 @@
 """Describes a configuration in words: batch arithmetic, steps of a run, and the resolved tree."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from quadriga.config.keys import leaf_keys
 from quadriga.config.placement import (
@@ -114,7 +113,7 @@ def show(config: Config) -> str:
     """
     # The keys are those of the task, in its spelling; the values are in the schema's tree.
     dumped = redact(config.model_dump(mode="json"))
-    tree: dict[str, Any] = {}
+    tree = {}
     for key in leaf_keys(config.task):
         value = dumped
         for name in spell_key(key, config.task, in_full=True).split("."):

@@ -87,7 +87,7 @@ def load_config(
     Raises:
         ConfigError: all problems, in one error.
     """
-    problems: list[ConfigError] = []
+    problems = []
     trees = [read_yaml(Path(file), problems) for file in files]
     chosen_task = _choose_task(task, [tree for tree, _ in trees], overrides)
     # The task has to be known first, because it determines which keys exist and their spelling.
@@ -138,7 +138,7 @@ def read_settings(
         The configuration (None if it cannot be read), all problems, and all notices.
     """
     builder = _ConfigBuilder(task, problems=[])
-    notices: list[str] = []
+    notices = []
     for key, value in {"task": task, **values}.items():
         builder.assign(key, value, places)
     config = builder.finish(notices, for_training=for_training, is_verls=True)
@@ -270,7 +270,7 @@ class _ConfigBuilder:
         Yields:
             Notices about keys that are set twice, and about new keys that resemble known ones.
         """
-        assigned_keys: set[str] = set()
+        assigned_keys = set()
         open_sections = self._open_sections(overrides)
         for argument in overrides:
             try:
@@ -464,7 +464,7 @@ class _ConfigBuilder:
                 return Config.model_validate(self.values)
             except ValidationError as error:
                 errors = error.errors(include_url=False)
-            refused_keys: set[str] = set()
+            refused_keys = set()
             for error in errors:
                 key = self._key_of(error["loc"])
                 # A key that gets its value from another one (such as from clip_ratio) fails with it.

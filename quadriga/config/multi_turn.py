@@ -105,7 +105,7 @@ def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSect
     Raises:
         ConfigError: everything that is wrong in the file, in one error.
     """
-    problems: list[ConfigError] = []
+    problems = []
     tree, places = read_yaml(Path(path).expanduser(), problems)
     if problems:
         raise combine_errors(problems)

@@ -419,7 +419,7 @@ def check_layouts(config: Config) -> Findings:
     critic is checked here for `gae` only, and for other estimators before the workers start.
     """
     megatron = config.actor_rollout_ref.actor.megatron_if_chosen
-    errors: dict[str, ConfigError] = {}
+    errors = {}
     for where, section, size in arranged_roles(config, has_critic=_is_gae(config)):
         try:
             section.layout(size, where, megatron)

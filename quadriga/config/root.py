@@ -159,7 +159,7 @@ class Config(Section):
         batch_size = data.get("train_batch_size")
         length = data.get("max_length")
         lengths = {}
-        actor: dict[str, float] = {}
+        actor = {}
         # A step of a supervised task is one optimizer step on the full batch.
         if isinstance(batch_size, int):
             actor["ppo_mini_batch_size"] = batch_size

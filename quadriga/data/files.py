@@ -511,7 +511,7 @@ def _read_json_batches(
     Raises:
         DataError: a line is bad, and `keeps_bad` is false.
     """
-    texts: list[str] = []
+    texts = []
     num_bytes = 0
     for line, raw in _read_json_texts(path):
         try:
@@ -599,7 +599,7 @@ def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> lis
     if not name_list or not all(str(name) for name in name_list):
         raise DataError(where, got="no file", expected="a path, a glob, a URL or a list of these")
     cache = Path(cache_dir).expanduser() / "files"
-    files: list[Path] = []
+    files = []
     for name in name_list:
         files += _resolve(str(name), cache, where)
     return files

@@ -151,7 +151,7 @@ class DynamicGenDataset(Dataset):
         where = f"{_WHERE} {type(self.data_generator).__name__}.generate"
         # A value that cannot be iterated over is reported below, as a wrong row.
         rows = list(new_dataframe) if isinstance(new_dataframe, Iterable) else [new_dataframe]
-        empty_row: dict[str, None] = {}
+        empty_row = {}
         for row in rows:
             if not isinstance(row, Mapping):
                 raise DataError(

@@ -97,7 +97,7 @@ def with_parts(
     if videos is not None:
         tags["video"] = VIDEO
     new_messages = []
-    parts: list[dict[str, Any]] = []
+    parts = []
     for message in messages:
         content = _as_parts(message.get("content"), tags, where)
         new_messages.append({**message, "content": content})
@@ -208,7 +208,7 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
     if isinstance(content, str):
         has_tags = any(tag in content for tag in kinds)
         return _split_at_tags(content, kinds) if has_tags else content
-    parts: list[dict[str, Any]] = []
+    parts = []
     for part in content:
         fields = {}
         if isinstance(part, Mapping):
@@ -239,7 +239,7 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
 
 def _split_at_tags(text: str, kinds: Mapping[str, str]) -> list[dict[str, Any]]:
     """Split a text into parts: one for each tag, with its kind, and one for each text between."""
-    parts: list[dict[str, Any]] = []
+    parts = []
     # With a group in its expression, `split` returns the separators too.
     for piece in re.split(f"({'|'.join(kinds)})", text):
         if piece in kinds:

@@ -324,7 +324,7 @@ def prompt_lengths(
                 measured = archive["lengths"]
             if measured.shape == (len(table),) and measured.dtype == MEASURED:
                 # The cache does not hold the errors of bad rows, so these are measured again.
-                errors: list[DataError] = []
+                errors = []
                 for number in np.flatnonzero(measured["tokens"] == BAD).tolist():
                     errors += meter.measure(table, range(number, number + 1))[1]
                 return measured, errors
@@ -365,7 +365,7 @@ def _measure_file(table: RowTable, meter: PromptMeter, num_workers: int) -> Meas
                 results[number] = meter.measure(table, rows)
     # Processes finish batches in any order, so the results are put in that of the rows.
     measured_batches = []
-    errors: list[DataError] = []
+    errors = []
     for number in range(len(batches)):
         measured, batch_errors = results[number]
         measured_batches.append(measured)

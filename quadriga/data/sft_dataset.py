@@ -333,7 +333,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
             return columns
 
         # Empty for a row without images: rows of a batch need equal columns.
-        inputs: dict[str, torch.Tensor] = {}
+        inputs = {}
         if media is not None:
             inputs = self._load_media_inputs(media)
         positions = []
@@ -415,7 +415,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         if chat_in_json(row.get(getattr(self.config, chat_key))):
             self.num_chats_in_json += 1
 
-        parts: list[TextPart] = []
+        parts = []
         media_by_chat = []
         for place, row_chat in self.chats_of(row, where):
             chat, images, videos = self._with_media_parts(row, row_chat, place)
@@ -560,7 +560,7 @@ def _count_media(chat: Messages) -> tuple[int, int]:
     # Number of messages up to and including the last response.
     end = len(roles) - roles[::-1].index(ASSISTANT)
     # Types of all content parts: "text", "image" or "video".
-    kinds: list[str] = []
+    kinds = []
     for message in chat[:end]:
         content = message.get("content")
         if isinstance(content, list):
@@ -596,7 +596,7 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         return [(where, as_messages(prompt, where=where, key="messages_key"))]
 
     def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
-        options: dict[str, Any] = {}
+        options = {}
         if row.get(THINKING) is not None:
             options[THINKING] = bool(row[THINKING])
         key = self.config.tools_key
@@ -778,8 +778,8 @@ def join_parts(
         The token ids, and which of them are learned, [L].
     """
     end_ids = {*stop_token_ids} if eos_token_id is None else {eos_token_id, *stop_token_ids}
-    ids: list[int] = []
-    learned: list[bool] = []
+    ids = []
+    learned = []
     is_open = False  # whether the previous part is a response without an end
     for number, (part, is_learned) in enumerate(zip(parts, is_response, strict=True)):
         tokens = list(part)
@@ -814,7 +814,7 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
     Raises:
         DataError: the value has another form.
     """
-    tools: list[Any] = []
+    tools = []
     try:
         # Many data sets have schemas as JSON, since a column of Parquet cannot hold different structs.
         schemas = json.loads(value) if isinstance(value, str) and value else value

@@ -60,7 +60,7 @@ class VisionPrompt:
 
     def columns(self) -> dict[str, Any]:
         """The prompt's entries in the batch's non-tensor columns: ids, images, videos and inputs."""
-        data: dict[str, Any] = {}
+        data = {}
         if self.pictures:
             data["image"] = list(self.pictures)
         if self.clips:
@@ -144,7 +144,7 @@ class VisionProcessor:
         Raises:
             DataError: the processor refuses an image, or takes no videos.
         """
-        inputs: dict[str, torch.Tensor] = {}
+        inputs = {}
         if pictures:
             try:
                 processed = self.image_processor(images=list(pictures), return_tensors="pt")
@@ -417,7 +417,7 @@ class VisionProcessor:
         Returns:
             The expanded token ids, [P].
         """
-        expanded_ids: list[int] = []
+        expanded_ids = []
         for token in ids:
             if token == self.image_token_id:
                 expanded_ids += [token] * next(counts)
@@ -450,7 +450,7 @@ class VisionProcessor:
         assert encode is not None, "times are tokenized"
         start, end = self.bounds
         times = rules.times(clip)
-        ids: list[int] = []
+        ids = []
         if self.video_bounds is not None:
             # GLM-4V: whole seconds after the embeddings.
             for time_ids in encode([str(int(second)) for second in times]):

@@ -297,7 +297,7 @@ def reward_of(functions: Any) -> ItemReward:
         ConfigError: something in the list is neither a function nor a pair, or the list is empty.
     """
     entries = functions if isinstance(functions, list | tuple) else [functions]
-    parts: list[NamedReward] = []
+    parts = []
     for number, entry in enumerate(entries, start=1):
         function = entry
         weight = 1.0

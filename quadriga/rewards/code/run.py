@@ -300,7 +300,7 @@ def _run_remote_case(
     }
     # To compile, to run, and to wait for a free place at the server.
     timeout_s = limits.wall_s + limits.time_s + _MAX_QUEUE_S
-    reply: dict[str, Any] = {}
+    reply = {}
     for _ in range(_MAX_SANDBOX_ERRORS):
         reply = server.call_until(body, timeout_s=timeout_s, max_attempts=_MAX_ATTEMPTS)
         if reply.get("status") != "SandboxError":

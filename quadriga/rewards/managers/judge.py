@@ -240,7 +240,7 @@ class Judge:
         # An estimate, until the server has counted the tokens.
         num_chars = sum(len(message["content"]) for message in messages)
         num_tokens = num_chars // _CHARS_PER_TOKEN + self.max_tokens
-        entries: list[WindowEntry] = []
+        entries = []
 
         def before_attempt() -> None:
             """Wait for room within the rate limit, since the server counts every attempt."""
@@ -386,8 +386,8 @@ class JudgeRewardManager(SampleManager):
         """Ask all questions about one sample and record its outcome; runs in a thread."""
         if round_.done.done():
             return
-        scores: dict[str, float] = {}
-        weights: dict[str, float] = {}
+        scores = {}
+        weights = {}
         try:
             for question in self._questions:
                 reply = self._judge.ask([{"role": "user", "content": question.fill_in(row)}])
