@@ -8,6 +8,7 @@ import argparse
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from quadriga_verl import config_translate
 else:
     # The former loads torch, the latter is in another package.
-    preflight = LazyModule("quadriga.trainer.preflight")
-    config_translate = LazyModule("quadriga_verl.config_translate")
+    preflight = LazyModule("quadriga.trainer.preflight", import_module)
+    config_translate = LazyModule("quadriga_verl.config_translate", import_module)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from quadriga.observe import machine
 else:
     # They load torch, and the report must also come where torch is broken.
-    probe = LazyModule("quadriga.models.probe")
-    machine = LazyModule("quadriga.observe.machine")
+    probe = LazyModule("quadriga.models.probe", import_module)
+    machine = LazyModule("quadriga.observe.machine", import_module)
 
 GIB = 1024**3
 LEAST_PYTHON = (3, 11)

@@ -2,6 +2,7 @@
 """Imports of modules that load torch, by commands that may not need them."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -36,7 +37,15 @@ class LazyModule(ModuleType):
     """Stands for a module that is imported when one of its attributes is first used.
 
     Type checkers and editors see the module itself, by an import under `if TYPE_CHECKING`.
+
+    Args:
+        name: name of the module.
+        load: function that imports it; default: with a notice if that takes long.
     """
 
+    def __init__(self, name: str, load: Callable[[str], Any] = load_module) -> None:
+        super().__init__(name)
+        self._load = load
+
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(load_module(self.__name__), attribute)
+        return getattr(self._load(self.__name__), attribute)

@@ -4,11 +4,12 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.cli.config import add_config_arguments, load_from
-from quadriga.cli.loading import LazyModule, load_module
+from quadriga.cli.loading import LazyModule
 from quadriga.config import Config, show
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.errors import ConfigError
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
     from quadriga.workers import layer_times
 else:
     # They load torch, which a plan for accelerators does not need.
-    load = LazyModule("quadriga.models.load")
-    machine = LazyModule("quadriga.observe.machine")
-    cpu = LazyModule("quadriga.planning.cpu")
-    products = LazyModule("quadriga.rollout.native.products")
-    layer_times = LazyModule("quadriga.workers.layer_times")
+    load = LazyModule("quadriga.models.load", import_module)
+    machine = LazyModule("quadriga.observe.machine", import_module)
+    cpu = LazyModule("quadriga.planning.cpu", import_module)
+    products = LazyModule("quadriga.rollout.native.products", import_module)
+    layer_times = LazyModule("quadriga.workers.layer_times", import_module)
 
+_RUN = "quadriga.trainer.task_runner"
 _ABOUT = """Predict the memory of each phase on each rank and the time of a step, the largest token
 budget that fits, what limits, and the layouts that fit by speed. Of the models only config.json is
 read. The status is 1 if the plan does not fit."""
@@ -115,7 +117,7 @@ def measure_this_machine(count: int, dtype: str) -> Devices:
         The devices.
     """
     # Imports what a run imports, for the memory that is measured below.
-    load_module("quadriga.trainer.task_runner")
+    import_module(_RUN)
     packs_narrow = dtype == "bfloat16" and products.has_fast_bfloat16()
     return cpu.measured_cpu(count, dtype, machine.available_bytes(), packs_narrow=packs_narrow)
 
