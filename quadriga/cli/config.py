@@ -33,11 +33,11 @@ translate  convert verl's shell script, command line or YAML to a commented YAML
 
 if TYPE_CHECKING:
     from quadriga.trainer import preflight
-    from quadriga_verl import config_translate
 else:
-    # The former loads torch, the latter is in another package.
+    # It loads torch.
     preflight = LazyModule("quadriga.trainer.preflight", import_module)
-    config_translate = LazyModule("quadriga_verl.config_translate", import_module)
+# Another package, which may not be installed.
+config_translate = LazyModule("quadriga_verl.config_translate", import_module)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -36,7 +36,7 @@ def load_module(name: str, purpose: str = "") -> Any:
 class LazyModule(ModuleType):
     """Stands for a module that is imported when one of its attributes is first used.
 
-    Type checkers and editors see the module itself, by an import under `if TYPE_CHECKING`.
+    Type checkers and editors know the module by an import under `if TYPE_CHECKING`.
 
     Args:
         name: name of the module.
