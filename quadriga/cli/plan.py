@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.cli.loading import LazyModule
 from quadriga.config import Config, show
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.errors import ConfigError
@@ -23,14 +25,21 @@ from quadriga.planning.plan import (
 )
 from quadriga.planning.sizes import ModelSizes
 
-# Imported on demand: they load torch, which a plan for accelerators does not need.
-_CPU = "quadriga.planning.cpu"
-_MACHINE = "quadriga.observe.machine"
-_PRODUCTS = "quadriga.rollout.native.products"
-_RUN = "quadriga.trainer.task_runner"
-_LOAD = "quadriga.models.load"
-_LAYERS = "quadriga.workers.layer_times"
+if TYPE_CHECKING:
+    from quadriga.models import load
+    from quadriga.observe import machine
+    from quadriga.planning import cpu
+    from quadriga.rollout.native import products
+    from quadriga.workers import layer_times
+else:
+    # They load torch, which a plan for accelerators does not need.
+    load = LazyModule("quadriga.models.load", import_module)
+    machine = LazyModule("quadriga.observe.machine", import_module)
+    cpu = LazyModule("quadriga.planning.cpu", import_module)
+    products = LazyModule("quadriga.rollout.native.products", import_module)
+    layer_times = LazyModule("quadriga.workers.layer_times", import_module)
 
+_RUN = "quadriga.trainer.task_runner"
 _ABOUT = """Predict the memory of each phase on each rank and the time of a step, the largest token
 budget that fits, what limits, and the layouts that fit by speed. Of the models only config.json is
 read. The status is 1 if the plan does not fit."""
@@ -109,15 +118,8 @@ def measure_this_machine(count: int, dtype: str) -> Devices:
     """
     # Imports what a run imports, for the memory that is measured below.
     import_module(_RUN)
-    machine = import_module(_MACHINE)
-    is_fast = import_module(_PRODUCTS).has_fast_bfloat16()
-    devices: Devices = import_module(_CPU).measured_cpu(
-        count,
-        dtype,
-        machine.available_bytes(),
-        packs_narrow=dtype == "bfloat16" and is_fast,
-    )
-    return devices
+    packs_narrow = dtype == "bfloat16" and products.has_fast_bfloat16()
+    return cpu.measured_cpu(count, dtype, machine.available_bytes(), packs_narrow=packs_narrow)
 
 
 def with_layer_times(
@@ -135,10 +137,9 @@ def with_layer_times(
     Returns:
         The devices with the times, and with the memory of Python and its libraries.
     """
-    measure = import_module(_LAYERS).layer_times
     times = {}
     for role, model_sizes in sizes.items():
-        times[role] = measure(
+        times[role] = layer_times.layer_times(
             config,
             role,
             model_sizes,
@@ -148,7 +149,7 @@ def with_layer_times(
             num_ranks=devices.count,
         )
     # Measured last, because kernels that have been compiled stay in memory in a run, too.
-    process_bytes, _ = import_module(_MACHINE).resident_bytes()
+    process_bytes, _ = machine.resident_bytes()
     return replace(devices, process_bytes=process_bytes, layer_times=times)
 
 
@@ -176,4 +177,4 @@ def _config_file(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder / "config.json"
-    return import_module(_LOAD).config_file(path)
+    return load.config_file(path)
