@@ -228,7 +228,7 @@ class RecordedVersions(RecordedSchedule):
         oldest_needed = min(
             (self._versions[number] for number in incomplete), default=self.published
         )
-        for number in sorted(self.workers.behind):
+        for number in self._workers_behind():
             version = self.workers[number].version
             if version < oldest_needed:
                 self._load_version(number, version + 1)
