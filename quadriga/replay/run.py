@@ -22,7 +22,7 @@ from quadriga.observe.records import RecordFolder, StepRecord
 from quadriga.observe.timing import Timeline
 from quadriga.redact import HIDDEN
 from quadriga.replay.compare import TOLERANCE, Comparison, compare_metrics, compare_rows
-from quadriga.replay.start import ReplayStart, configure_one_process, find_start, num_ranks
+from quadriga.replay.start import ReplayStart, configure_one_process, find_start
 from quadriga.replay.trainer import (
     ADVANTAGES,
     REWARDS,
@@ -32,6 +32,7 @@ from quadriga.replay.trainer import (
     ReplayWorker,
 )
 from quadriga.rewards import RewardManager, load_reward_manager
+from quadriga.trainer.asynchronous.simulation import training_ranks
 from quadriga.trainer.build import (
     Replacements,
     build_run,
@@ -179,7 +180,7 @@ def replay(request: ReplayRequest) -> ReplayResult:
     if until == REWARDS:
         print(f"replay: step {start.step} up to its rewards; its recorded responses are graded")
     else:
-        _require_confirmation(start, num_ranks(config), is_confirmed=request.is_confirmed)
+        _require_confirmation(start, training_ranks(config), is_confirmed=request.is_confirmed)
     # The settings are those of the run, so only files that they name can have changed.
     for change in start.settings.changes(RunSettings.of(config)):
         print(f"NOTICE: {change} has changed since the run")
@@ -475,7 +476,7 @@ def _iterate_steps(trainer: ReplayTrainer) -> Any:
 
 def _find_obstacle(config: Config, recorded: StepRecord) -> str:
     """Why the numbers of a replay need not be equal bit for bit; "" if they should be."""
-    ranks = num_ranks(config)
+    ranks = training_ranks(config)
     if ranks > 1:
         return f"the run had {ranks} ranks"
     if config.trainer.backend != "local":

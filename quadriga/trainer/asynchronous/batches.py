@@ -38,6 +38,7 @@ a checkpoint.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -73,7 +74,12 @@ from quadriga.trainer.asynchronous.rules import (
     Start,
 )
 from quadriga.trainer.asynchronous.schedule import Schedule
-from quadriga.trainer.asynchronous.snapshot import Snapshot, require_state, rows_to_tensors
+from quadriga.trainer.asynchronous.snapshot import (
+    Snapshot,
+    as_tensor,
+    convert_rows,
+    require_state,
+)
 from quadriga.trainer.asynchronous.staleness import measure_staleness, token_versions
 from quadriga.trainer.asynchronous.streams import Pause, Stream, StreamPool, StreamWorkers
 from quadriga.trainer.prompts import PromptStream
@@ -240,7 +246,7 @@ class AsyncBatches(WeightPublisher):
             state = self._snapshot.state
             self._snapshot.state = None
         assert state is not None
-        return rows_to_tensors(state)
+        return convert_rows(state, as_tensor)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Store a state of `state_dict`, from which the first `take` resumes.
@@ -291,7 +297,13 @@ class AsyncBatches(WeightPublisher):
         Args:
             step: the first step that is taken.
         """
-        schedule = self._new_schedule(step)
+        workers = self._workers
+        replay = self._config.async_training.replay
+        if replay is None:
+            schedule = Schedule(self.rules, step=step - 1)
+        else:
+            repetition = RecordedSchedule if workers.pool is None else RecordedVersions
+            schedule = repetition(self.rules, Path(replay), step=step - 1)
         record = self._config.trainer.directory / RECORD
         if step > 1:
             record = record.with_name(record.name.replace(".", f"_from_step_{step}.", 1))
@@ -299,43 +311,31 @@ class AsyncBatches(WeightPublisher):
         self._snapshot.restore(schedule, self._prefetcher)
         self.schedule = schedule
 
-        workers = self._workers
         workers.weights[schedule.published] = workers.actor.copy_weights()
         if workers.pool is None:
-            self._begin_here(schedule)
-        else:
-            self._wait_for_workers()
+            self._join(workers.actor.open_stream(self._end_group))
+        # While it waits, `_wait_for` opens the streams of engines in other processes.
+        self._wait_for(lambda: bool(workers.streams) and not workers.joining)
+        if workers.pool is None:
+            self._prepare_local_engine(schedule)
         # Only from here on are decisions made, so that all workers take part in the first ones.
         self._has_begun = True
         # The checkpoint may have rounds that were complete but not graded.
-        for batch in self._prefetcher.open_rounds:
+        for batch in tuple(self._prefetcher.rounds):
             self._grade_round(batch)
 
-    def _new_schedule(self, step: int) -> Schedule:
-        """Make a schedule, or one that repeats the record of `async_training.replay`."""
-        replay = self._config.async_training.replay
-        if replay is None:
-            return Schedule(self.rules, step=step - 1)
-        repetition = RecordedSchedule if self._workers.pool is None else RecordedVersions
-        return repetition(self.rules, Path(replay), step=step - 1)
-
-    def _begin_here(self, schedule: Schedule) -> None:
-        """Open the stream of an engine in this process."""
-        stream = self._workers.actor.open_stream(self._end_group)
-        self._join(stream)
-        self._wait_for_workers()
+    def _prepare_local_engine(self, schedule: Schedule) -> None:
+        """Continue the engine's count of steps, and let it ask for the decisions of a record."""
         # There is only this worker, so nothing else loads these weights.
         self._workers.weights.clear()
-        engine: Any = stream.engine
+        (stream,) = self._workers.streams.values()
+        assert isinstance(stream, GenerationStream)
+        engine = stream.engine
         engine.num_steps = self._snapshot.resumed.get("num_steps", 0)
         if isinstance(schedule, RecordedSchedule):
             engine.before_step = self._replay
             # Loads nothing, but wakes the idle engine, which then calls `before_step`.
             stream.load(lambda: None, schedule.published, keeps_cache=True)
-
-    def _wait_for_workers(self) -> None:
-        """Wait until there are workers, and all streams have loaded their first weights."""
-        self._wait_for(lambda: bool(self._workers.streams) and not self._workers.joining)
 
     def _wait_for(self, is_there: Callable[[], bool]) -> None:
         """Wait until a condition holds; meanwhile replace lost engines in other processes.
@@ -525,41 +525,35 @@ class AsyncBatches(WeightPublisher):
 
     def _start(self, starts: Sequence[Start]) -> None:
         """Take the prompts of some groups, and start the groups on their workers."""
+        rows_by_worker: dict[int, dict[int, DataProto]] = defaultdict(dict)
         # Prompts are taken in the order of the schedule.
-        rows = {start.group: self._prefetcher.inputs_of(start) for start in starts}
-        # One call for all groups of a worker, so that the engine begins them in the same step.
-        for worker in dict.fromkeys(start.worker for start in starts):
-            starts_here = [start for start in starts if start.worker == worker]
-            self._start_on(worker, starts_here, rows)
-
-    def _start_on(self, worker: int, starts: Sequence[Start], rows: dict[int, DataProto]) -> None:
-        """Start groups on a worker.
-
-        Args:
-            worker: number of the worker.
-            starts: decisions for this worker.
-            rows: input rows by group, also those of other workers.
-        """
-        groups = {start.group: rows[start.group] for start in starts}
+        for start in starts:
+            rows_by_worker[start.worker][start.group] = self._prefetcher.inputs_of(start)
         record = self._schedule_record
         assert record is not None
-        idle_s = self._workers.end_idleness(worker)
-        if idle_s is not None:
-            self._prefetcher.counts["rollout_wait_s"] += idle_s
-        # Groups of the checkpoint continue. Their starts are in the record of the earlier run.
-        saved_responses = self._prefetcher.pop_saved_responses(groups)
-        resumed_groups = {response[0] for response in saved_responses}
-        new_groups = []
-        for start in starts:
-            if start.group not in resumed_groups:
-                new_groups.append((start.group, start.batch, start.row))
+        # One call for all groups of a worker, so that the engine begins them in the same step.
+        for worker, rows in rows_by_worker.items():
+            idle_since = self._workers.idle_since.pop(worker, None)
+            if idle_since is not None:
+                idle_s = time.perf_counter() - idle_since
+                self._prefetcher.counts["rollout_wait_s"] += idle_s / len(self._workers.streams)
+            # Groups of the checkpoint continue. Their starts are in the record of the earlier run.
+            saved_responses = self._prefetcher.pop_saved_responses(rows)
+            resumed_groups = {response[0] for response in saved_responses}
+            starts_here = [start for start in starts if start.worker == worker]
+            new_groups = []
+            for start in starts_here:
+                if start.group not in resumed_groups:
+                    new_groups.append((start.group, start.batch, start.row))
 
-        # A local engine says at which of its steps the groups begin.
-        if self._workers.pool is not None:
-            record.add_start(new_groups, version=starts[0].version)
-        self._workers.streams[worker].start(
-            groups, lambda num_steps: record.add_start(new_groups, at=num_steps), saved_responses
-        )
+            # A local engine says at which of its steps the groups begin.
+            if self._workers.pool is not None:
+                record.add_start(new_groups, version=starts_here[0].version)
+            self._workers.streams[worker].start(
+                rows,
+                lambda num_steps, groups=new_groups: record.add_start(groups, at=num_steps),
+                saved_responses,
+            )
 
     def _load(self, worker: int, version: int) -> None:
         """Load weights on a worker, which pauses until they are published."""

@@ -58,6 +58,7 @@ class Prefetcher:
         started: prompt of each unfinished group, one row, by number of the group.
         complete: rows of each complete group, graded or not, by number of the group.
         handed: decision to hand groups over that the trainer has not taken yet; None: there is none.
+        rounds: for dynamic sampling, the complete groups of each step that are not graded.
         counts: metrics since the last `take_counts`.
     """
 
@@ -78,9 +79,8 @@ class Prefetcher:
         self._num_assigned = 0  # number of the next group to get a prompt
         # Responses of unfinished groups in a checkpoint, until the groups start again.
         self._saved_responses: list[SavedResponse] = []
-        # For dynamic sampling, by step: complete groups that are not graded, and filters that have
-        # those that are.
-        self._rounds: dict[int, list[int]] = {}
+        self.rounds: dict[int, list[int]] = {}
+        # For dynamic sampling, the filter of each step, which has the groups that are graded.
         self._filters: dict[int, GroupFilter] = {}
 
     def inputs_of(self, start: Start) -> DataProto:
@@ -142,7 +142,7 @@ class Prefetcher:
         complete.meta_info = {"metrics": rows.meta_info["metrics"]}
         self.complete[group.number] = complete
         if self._rules.round_size:
-            self._rounds.setdefault(group.batch, []).append(group.number)
+            self.rounds.setdefault(group.batch, []).append(group.number)
 
     def drop(self, decision: Drop) -> None:
         """Forget a group, and count it."""
@@ -177,14 +177,9 @@ class Prefetcher:
 
     # Dynamic sampling.
 
-    @property
-    def open_rounds(self) -> tuple[int, ...]:
-        """Steps of complete groups that are not graded."""
-        return tuple(self._rounds)
-
     def find_round(self, batch: int) -> SamplingRound | None:
         """Copy the round of a step, if all of its groups are complete; otherwise return None."""
-        numbers = sorted(self._rounds[batch])
+        numbers = sorted(self.rounds[batch])
         if len(numbers) < self._rules.round_size:
             return None
         rows = DataProto.concat([self.complete[number] for number in numbers])
@@ -201,7 +196,7 @@ class Prefetcher:
             Whether each of its groups is kept, or left out because its rewards are equal.
         """
         # A checkpoint before this has the round, so that a resumed run grades it again.
-        del self._rounds[complete_round.batch]
+        del self.rounds[complete_round.batch]
         group_filter = self._filters.setdefault(complete_round.batch, GroupFilter(self._config))
         # The filter now has the rows of the batch. Those in `complete` are no longer needed, and are
         # dropped with their group or when the batch is taken.
@@ -221,7 +216,7 @@ class Prefetcher:
             "groups": dict(self.complete),
             "rows": list(self._unassigned),
             "counts": dict(self.counts),
-            "rounds": {batch: list(numbers) for batch, numbers in self._rounds.items()},
+            "rounds": {batch: list(numbers) for batch, numbers in self.rounds.items()},
             "filters": {
                 batch: group_filter.state_dict() for batch, group_filter in self._filters.items()
             },
@@ -240,7 +235,7 @@ class Prefetcher:
         self._unassigned = state["rows"]
         self._num_assigned = num_groups
         self._saved_responses = state["under_way"]
-        self._rounds = state["rounds"]
+        self.rounds = state["rounds"]
         for batch, filter_state in state["filters"].items():
             self._filters[batch] = GroupFilter(self._config)
             self._filters[batch].load_state_dict(filter_state)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from quadriga.config import Config
-from quadriga.config.placement import engine_ranks, role_pools, rollout_ranks
+from quadriga.config.placement import POLICIES, engine_ranks, role_pools, rollout_ranks
 from quadriga.trainer.asynchronous.rules import Drop, HandOver, Load, Resume, Rules, Start
 from quadriga.trainer.asynchronous.schedule import Schedule
 
@@ -411,7 +411,7 @@ def advice(
             and seconds are assumed.
     """
     num_rollout = sum(rollout_ranks(config))
-    num_train = _training_ranks(config)
+    num_train = training_ranks(config)
     total = num_rollout + num_train
     size = engine_ranks(config)
     costs = Costs()
@@ -419,7 +419,7 @@ def advice(
         recorded_config, lines = run
         num_engines = sum(rollout_ranks(recorded_config)) // engine_ranks(recorded_config)
         workload, costs = recorded(
-            lines, NUM_STEPS, costs, num_engines, _training_ranks(recorded_config)
+            lines, NUM_STEPS, costs, num_engines, training_ranks(recorded_config)
         )
         directory = recorded_config.trainer.directory
         yield f"by lengths and seconds of {len(lines)} steps of {directory}"
@@ -507,11 +507,11 @@ def _recommended(outcomes: Mapping[tuple[int, int], SimulationResult]) -> tuple[
     return bound, train
 
 
-def _training_ranks(config: Config) -> int:
-    """Number of ranks that train the actor."""
-    if config.trainer.backend != "ray":
+def training_ranks(config: Config) -> int:
+    """Number of ranks that train the policy."""
+    if config.trainer.backend == "local":
         return 1
-    roles = role_pools(config.trainer)
-    names = ("actor_rollout_ref", "actor_rollout", "actor")
-    pool = next(roles[name] for name in names if name in roles)
+    pools = role_pools(config.trainer)
+    # The name of the policy's role depends on what else it contains.
+    pool = next(pools[role] for role in POLICIES if role in pools)
     return sum(config.trainer.processes_of(pool))

@@ -283,17 +283,6 @@ class StreamWorkers:
                 self.idle_since.pop(number, None)
         return numbers
 
-    def end_idleness(self, number: int) -> float | None:
-        """End the idle time of a worker.
-
-        Returns:
-            The idle time in seconds, divided by the number of workers; None if it was not idle.
-        """
-        idle_since = self.idle_since.pop(number, None)
-        if idle_since is None:
-            return None
-        return (time.perf_counter() - idle_since) / len(self.streams)
-
     def forget_weights(self, used_versions: Iterable[int]) -> None:
         """Release copies of weights that no engine will load any more.
 
