@@ -511,14 +511,19 @@ def score_file(
     source_key = config.data.reward_fn_key
     table = _responses_table(config, path, (source_key, response_key, reward_model_key))
     with closing(load_reward_manager(config, None)) as manager:
+        key = ""
         if config.reward_model.enable:
-            raise _needs_texts_error("reward_model.enable")
+            key = "reward_model.enable"
         # A manager that overrides `shaped` reads more of a response than its text.
-        if (
-            not isinstance(manager, SampleManager)
-            or type(manager).shaped is not SampleManager.shaped
-        ):
-            raise _needs_texts_error("reward_model.reward_manager")
+        elif getattr(type(manager), "shaped", None) is not SampleManager.shaped:
+            key = "reward_model.reward_manager"
+        if key:
+            raise ConfigError(
+                key,
+                got="a grader that reads tokens",
+                expected="one that grades a text",
+                fix="Name a score function: custom_reward_function.path.",
+            )
         samples, row_numbers = _samples_of(table, source_key, response_key, reward_model_key)
         if manager.reads_rows:
             for sample, row_number in zip(samples.rows, row_numbers, strict=True):
@@ -570,16 +575,6 @@ def _responses_table(config: Config, path: str, columns: Sequence[str]) -> RowTa
             "--reward-model-key.",
         )
     return table
-
-
-def _needs_texts_error(key: str) -> ConfigError:
-    """The error for a key that names a grader which cannot grade texts alone."""
-    return ConfigError(
-        key,
-        got="a grader that reads tokens",
-        expected="one that grades a text",
-        fix="Name a score function: custom_reward_function.path.",
-    )
 
 
 def _samples_of(

@@ -30,7 +30,7 @@ there is only one draw, so the standard deviation over draws is left out.
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -93,23 +93,18 @@ class Validator:
         Returns:
             Metrics, and sample rows for trackers to show; both are empty without validation data.
         """
-        with self._tally():
+        tally = nullcontext()
+        dataset = getattr(self.dataloader, "dataset", None)
+        # Without a known number of responses, each batch has a progress display of its own.
+        if hasattr(dataset, "__len__"):
+            num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
+            tally = Tally.opened(len(dataset) * num_samples)
+        with tally:
             rows, errors = self.grade_all(step)
         if not rows:
             return {}, []
         metrics = means(sample_values(rows)) | errors
         return metrics, first_samples(rows, self.config.trainer.log_val_generations)
-
-    def _tally(self) -> AbstractContextManager[Any]:
-        """Context manager: count responses for the progress display.
-
-        The total is the number of all responses; if it is unknown, each batch has its own.
-        """
-        dataset = getattr(self.dataloader, "dataset", None)
-        if not hasattr(dataset, "__len__"):
-            return nullcontext()
-        num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
-        return Tally.opened(len(dataset) * num_samples)
 
     def grade_all(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """Respond to all prompts and grade the responses.
@@ -357,8 +352,7 @@ def score_values(scores: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
             moments["best"].append(_moments(block, chances))
             moments["worst"].append(_moments(block[:, ::-1], chances))
         for kind, moments_of_blocks in moments.items():
-            moments_of_prompts = np.concatenate(moments_of_blocks, axis=1)
-            metrics |= _summary(f"{kind}@{k}", moments_of_prompts, is_only_draw=k == num_most)
+            metrics |= _summary(f"{kind}@{k}", moments_of_blocks, is_only_draw=k == num_most)
     return metrics
 
 
@@ -389,8 +383,7 @@ def majority_values(
             if k <= len(prompt):
                 moments[k].append(_moments(mean_scores[order][None], chances[k]))
     metrics = {}
-    for k, list_of_moments in moments.items():
-        moments_of_prompts = np.concatenate(list_of_moments, axis=1)
+    for k, moments_of_prompts in moments.items():
         metrics |= _summary(f"maj@{k}", moments_of_prompts, is_only_draw=k == num_most)
     return metrics
 
@@ -471,9 +464,17 @@ def _moments(values: np.ndarray, chances: np.ndarray) -> np.ndarray:
     return np.stack([mean, np.sqrt(variance)])
 
 
-def _summary(name: str, moments: np.ndarray, *, is_only_draw: bool) -> dict[str, np.ndarray]:
-    """Metrics `NAME/mean` and, unless there is only one draw, `NAME/std` of moments [2, prompts]."""
-    mean, deviation = moments
+def _summary(
+    name: str, moments: Sequence[np.ndarray], *, is_only_draw: bool
+) -> dict[str, np.ndarray]:
+    """Metrics `NAME/mean` and, unless there is only one draw, `NAME/std`.
+
+    Args:
+        name: name of the metric without the last part.
+        moments: results of `_moments`, [2, prompts] each.
+        is_only_draw: whether there is only one draw.
+    """
+    mean, deviation = np.concatenate(moments, axis=1)
     metrics = {f"{name}/mean": mean}
     if not is_only_draw:
         metrics[f"{name}/std"] = deviation
@@ -484,12 +485,8 @@ def _draw_sizes(num_most: int) -> list[int]:
     """The values of k: powers of 2 below `num_most`, and `num_most`; none for a single response."""
     if num_most == 1:
         return []
-    sizes = []
-    k = 2
-    while k < num_most:
-        sizes.append(k)
-        k *= 2
-    return [*sizes, num_most]
+    num_powers = (num_most - 1).bit_length()
+    return [*(2**exponent for exponent in range(1, num_powers)), num_most]
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray | None:

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from quadriga.errors import DataError
 from quadriga.observe.records import STEP, VALIDATION, TokenTable
+from quadriga.trainer.settings import earlier_configurations
 from quadriga.view.health import judge_run
 from quadriga.view.images import row_images
 from quadriga.view.index import SCHEMA, RunIndex
@@ -103,7 +104,7 @@ class ViewData:
         run = self._run(query)
         values, _ = run.configuration()
         earlier = {}
-        for step, path in run.earlier_configurations().items():
+        for step, path in earlier_configurations(run.directory).items():
             earlier[str(step)] = run.configuration(path)[0]
         return {"values": values, "earlier": earlier}
 

@@ -14,13 +14,12 @@ from quadriga.errors import DataError
 from quadriga.observe.records import STEP, VALIDATION, RecordFolder
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
 from quadriga.trainer.run_lock import LOCK, is_held
+from quadriga.trainer.settings import CONFIGURATION, earlier_configurations
 
-CONFIGURATION = "config.yaml"
 HEADLINES = ("critic/score/mean", "critic/rewards/mean", "train/loss", "actor/pg_loss")
 """Metrics that sum up a run; the first that it has is shown."""
 _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
 """Line of a configuration file with the steps that it holds for."""
-_EARLIER = re.compile(r"config_from_step_(\d+)\.yaml")
 _MAX_DEPTH = 4
 """Depth at which runs are looked for below a folder."""
 _NUM_POINTS = 60
@@ -89,15 +88,6 @@ class ViewedRun:
         steps = _STEPS.search(text)
         return dict(_leaves(sections)), int(steps[2]) if steps else 0
 
-    def earlier_configurations(self) -> dict[int, Path]:
-        """Configurations of earlier steps, by the step from which they held."""
-        paths = {}
-        for path in self.directory.glob("config_from_step_*.yaml"):
-            match = _EARLIER.fullmatch(path.name)
-            if match:
-                paths[int(match[1])] = path
-        return dict(sorted(paths.items()))
-
     def response_limit(self) -> int:
         """Longest response that the newest configuration allows, in tokens; 0 if not known."""
         try:
@@ -135,7 +125,7 @@ class ViewedRun:
         if superseded:
             names = ", ".join(sorted(superseded))
             problems.append(f"Another run stood in this folder before; its files are in {names}.")
-        steps = [str(step) for step in self.earlier_configurations()]
+        steps = list(map(str, earlier_configurations(self.directory)))
         if steps:
             problems.append(
                 "The run was resumed with another configuration; earlier ones began at step "
