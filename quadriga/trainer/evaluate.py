@@ -359,8 +359,10 @@ def open_journal(output: Path, config: Config) -> Iterator[ResponseJournal]:
         CheckpointError: another process writes to the output.
     """
     folder = output.with_name(f"{output.name}.part")
+    # Before the lock: checksums of large files take long, and another process may hold the lock.
+    settings = _settings_of_responses(config)
     with run_lock(folder, _OUTPUT):
-        _check_settings(folder, config)
+        _check_settings(folder, config, settings)
         with closing(ResponseJournal(folder)) as journal:
             if journal.texts:
                 print(
@@ -370,14 +372,18 @@ def open_journal(output: Path, config: Config) -> Iterator[ResponseJournal]:
             yield journal
 
 
-def _check_settings(folder: Path, config: Config) -> None:
+def _check_settings(folder: Path, config: Config, settings: RunSettings) -> None:
     """Compare the settings with those that a journal was begun with; write those of a new one.
+
+    Args:
+        folder: folder of the journal.
+        config: the configuration of this call.
+        settings: result of `_settings_of_responses`.
 
     Raises:
         DataError: settings that responses depend on differ.
     """
     file = folder / CONFIGURATION
-    settings = _settings_of_responses(config)
     settings_before = RunSettings.read(file, config.task)
     changes = []
     # Responses depend only on some keys, and on the content of files.
@@ -396,9 +402,7 @@ def _check_settings(folder: Path, config: Config) -> None:
             fix="\n  ".join([f"{advice} What differs:", *changes]),
         )
     if settings_before is None:
-        text = show(config)
-        for name, digest in settings.files.items():
-            text += f"# {digest}  {name}\n"
+        text = show(config) + settings.digest_lines()
         with written_aside(file, where=_OUTPUT) as draft:
             draft.write_text(text, encoding="utf-8", errors="backslashreplace")
 
