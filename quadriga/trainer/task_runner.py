@@ -119,7 +119,10 @@ class TaskRunner:
             restore_random_states(initial_states)
             timeline = Timeline("restart")
         if self._losses:
-            print(f"The workers were started again {len(self._losses)} times, after losses")
+            count = f"{len(self._losses)} times, after losses"
+            if len(self._losses) == 1:
+                count = "once, after a loss"
+            print(f"The workers were started again {count}")
             for place, lost in self._losses:
                 print(f"  in {place}: {lost}")
 
