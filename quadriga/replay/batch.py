@@ -21,18 +21,10 @@ from quadriga.protocol.columns import object_array
 from quadriga.protocol.memory import images_key
 from quadriga.rewards.outcome import UNSCORED
 from quadriga.rollout.sequences import append_responses
+from quadriga.trainer.record_rows import JSON_COLUMNS
 from quadriga.trainer.responses import with_prompt_columns
 
 _OBJECT_COLUMNS = ("num_turns", "finish_reason", "agent")
-_JSON_COLUMNS = {
-    "turn_spans": "turn_spans",
-    "turn_rewards": "turn_rewards",
-    "turn_states": "turn_states",
-    "tool_rewards": "tool_rewards",
-    "turn_scores": "turn_scores",
-    "messages": "solution_messages",
-}
-"""Columns of the record with JSON, and the object columns of the batch that they become."""
 
 
 class RecordedStep:
@@ -112,7 +104,7 @@ class RecordedStep:
             values = self._optional_values(name)
             if values:
                 objects[name] = object_array(values)
-        for name, target in _JSON_COLUMNS.items():
+        for name, target in JSON_COLUMNS.items():
             texts = self._optional_values(name)
             if texts:
                 objects[target] = object_array(json.loads(text or "null") for text in texts)

@@ -186,7 +186,7 @@ def _value_at(value: Any, place: int | None) -> Any:
 
 def distance(old: float, new: float) -> float:
     """Difference of two numbers, relative to the larger one if that is above 1."""
-    if math.isnan(old) or math.isnan(new) or math.isinf(old) or math.isinf(new):
+    if not (math.isfinite(old) and math.isfinite(new)):
         return math.inf
     return abs(old - new) / max(1.0, abs(old), abs(new))
 

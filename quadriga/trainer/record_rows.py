@@ -38,7 +38,7 @@ _TOKEN_COLUMNS = {
     "token_staleness": "token_staleness",
 }
 """Columns of the record with a value per response token, and the batch's columns [B, T]."""
-_JSON_COLUMNS = {
+JSON_COLUMNS = {
     "turn_spans": "turn_spans",
     "turn_rewards": "turn_rewards",
     "turn_states": "turn_states",
@@ -108,7 +108,7 @@ class _ConvertedBatch:
                 columns[name] = _lists(self._in_order(source), self._response_mask)
         columns |= self._masks()
         columns |= self._log_probs(not_computed)
-        for name, source in _JSON_COLUMNS.items():
+        for name, source in JSON_COLUMNS.items():
             columns[name] = self._texts(source, _json)
         columns |= self._grader_outputs()
         columns["row"] = self._data_rows()
