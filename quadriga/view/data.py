@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from quadriga.errors import DataError
-from quadriga.observe.records import STEP, VALIDATION, TokenTable
+from quadriga.observe.records import STEP, VALIDATION
 from quadriga.trainer.settings import earlier_configurations
 from quadriga.view.health import judge_run
 from quadriga.view.images import row_images
@@ -150,7 +150,7 @@ class ViewData:
         """Rollouts of a step without their tokens."""
         run = self._run(query)
         step, kind = _parse_step(query)
-        rows = rollout_rows(run.record, step, kind, run.response_limit(), _token_table(run))
+        rows = rollout_rows(run.record, step, kind, run.response_limit(), run.tokens())
         return {"rows": rows}
 
     def search(self, query: Query) -> Answer:
@@ -158,7 +158,7 @@ class ViewData:
         run = self._run(query)
         step, kind = _parse_step(query)
         text = query.get("text", "")
-        return {"places": matching_rows(run.record, step, kind, text, _token_table(run))}
+        return {"places": matching_rows(run.record, step, kind, text, run.tokens())}
 
     def rollout(self, query: Query) -> Answer:
         """A rollout with its tokens."""
@@ -166,7 +166,7 @@ class ViewData:
         step, kind = _parse_step(query)
         place = _parse_integer(query, "place")
         start = max(0, _parse_integer(query, "start"))
-        return rollout_details(run.record, step, kind, place, _token_table(run), start)
+        return rollout_details(run.record, step, kind, place, run.tokens(), start)
 
     def images(self, query: Query) -> Answer:
         """Images in the data row of a rollout."""
@@ -258,14 +258,6 @@ class ViewData:
     def run(self, name: str) -> ViewedRun:
         """A run by its name."""
         return self._runs.run(name)
-
-
-def _token_table(run: ViewedRun) -> TokenTable | None:
-    """Texts of the tokens; None if the run has none, or their file is damaged."""
-    try:
-        return run.record.tokens
-    except DataError:
-        return None
 
 
 def _parse_step(query: Query) -> tuple[int, str]:

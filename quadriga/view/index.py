@@ -30,10 +30,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quadriga.background import in_background
+from quadriga.data.files import written_aside
 from quadriga.errors import DataError
 from quadriga.observe.records import STEP, VALIDATION, TokenTable
 from quadriga.view.ranks import computed_seconds
-from quadriga.view.runs import ViewedRun, describe_error, stamp_of
+from quadriga.view.runs import ViewedRun, describe_error, nested_values, stamp_of
 
 _VERSION = 2
 _METADATA = b"quadriga_view"
@@ -150,17 +151,10 @@ class RunIndex:
             self._is_loaded = True
         # A changed file keeps its old entry until it is read.
         self.steps = {key: self.steps[key] for key in stamps if key in self.steps}
-        outdated_keys = []
-        for key, stamp in stamps.items():
-            if key not in self.steps or self.steps[key].stamp != stamp:
-                outdated_keys.append(key)
-
+        indexed = {key: entry.stamp for key, entry in self.steps.items()}
+        outdated_keys = [key for key in stamps if indexed.get(key) != stamps[key]]
         limit = self.run.response_limit()
-        try:
-            tokens = self.run.record.tokens
-        except DataError:
-            # Texts are left out; the run's problems say so.
-            tokens = None
+        tokens = self.run.tokens()
         # People look at the newest steps first.
         for kind, step in sorted(outdated_keys, key=lambda key: -key[1]):
             self._is_quiet.wait(_PATIENCE_S)
@@ -259,12 +253,12 @@ def _index_rows(rows: pa.Table, kind: str, step: int, tokens: TokenTable | None)
         texts[place] = preview(ids, tokens)
     return pa.table(
         {
-            "kind": pa.array([kind] * num_rows, pa.string()),
-            "step": np.full(num_rows, step, np.int32),
-            "place": np.arange(num_rows, dtype=np.int32),
-            "prompt": pa.array(prompts, pa.string()),
+            "kind": [kind] * num_rows,
+            "step": [step] * num_rows,
+            "place": range(num_rows),
+            "prompt": prompts,
             "score": rows["score"],
-            "text": pa.array(texts, pa.string()),
+            "text": texts,
         },
         schema=SCHEMA,
     )
@@ -345,14 +339,12 @@ def _add_means(numbers: dict[str, float], rows: pa.Table) -> None:
         numbers[name] = float(np.mean(entries))
 
 
-def number_leaves(value: Any, prefix: str = "") -> list[tuple[str, float]]:
+def number_leaves(value: Any) -> list[tuple[str, float]]:
     """Numbers and booleans in nested dictionaries, with dotted names. Lists are left out."""
-    if isinstance(value, bool | int | float):
-        return [(prefix, float(value))] if prefix else []
     leaves = []
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            leaves += number_leaves(inner, f"{prefix}.{name}" if prefix else name)
+    for name, leaf in nested_values(value):
+        if name and isinstance(leaf, bool | int | float):
+            leaves.append((name, float(leaf)))
     return leaves
 
 
@@ -387,12 +379,6 @@ def _save(path: Path, steps: dict[tuple[str, int], IndexedStep]) -> None:
         )
     table = pa.concat_tables([SCHEMA.empty_table(), *(entry.rows for entry in steps.values())])
     metadata = {_METADATA: json.dumps({"version": _VERSION, "steps": facts}).encode()}
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    # Otherwise the index in memory serves, and the next start builds it again.
+    with suppress(DataError), written_aside(path, where="cache of the indexes") as draft:
         pq.write_table(table.replace_schema_metadata(metadata), draft, compression="zstd")
-        draft.replace(path)
-    except OSError:
-        # The index in memory serves; the next start builds it again.
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)

@@ -2,13 +2,13 @@
 """Files of the page, and its export as one file with the data of some runs."""
 
 import base64
-import errno
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from quadriga.data.files import written_aside
 from quadriga.errors import DataError
 from quadriga.observe.records import STEP, VALIDATION
 from quadriga.view.data import ViewData
@@ -108,19 +108,8 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
     entries = [f"{_escape_for_script(json.dumps(key))}:{text}" for key, text in answers.items()]
     shown_notes = _escape_for_script(json.dumps(notes[:50]))
     embedded = f'{{"notes":{shown_notes},"answers":{{{",".join(entries)}}}}}'
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
+    with written_aside(path, where="--export") as draft:
         draft.write_text(_embed_page(embedded), encoding="utf-8")
-        os.replace(draft, path)
-    except OSError as error:
-        if draft.exists():
-            draft.unlink()
-        raise DataError(
-            str(path),
-            got=error.strerror or str(error),
-            expected="a file that can be written",
-            fix="Free space." if error.errno == errno.ENOSPC else "Name another file.",
-        ) from error
     return notes
 
 
@@ -200,11 +189,9 @@ def _step_queries(data: ViewData, steps: Sequence[int] | None) -> list[dict[str,
     if steps and not queries:
         records = [data.run(name).record for name in data.names()]
         recorded = {step for record in records for kind in _KINDS for step in record.steps(kind)}
-        expected = (
-            f"recorded steps: {_describe_steps(sorted(recorded))}"
-            if recorded
-            else "recorded rollouts"
-        )
+        expected = "recorded rollouts"
+        if recorded:
+            expected = f"recorded steps: {_describe_steps(sorted(recorded))}"
         raise DataError("--steps", got=_describe_steps(steps), expected=expected)
     return queries
 

@@ -42,7 +42,7 @@ _LIST_COLUMNS = (
     *("prompt_ids", "response_ids", "response_mask", "trained_mask", "rollout_log_probs"),
     *("log_probs", "entropies", "advantages", "token_versions", "token_staleness"),
 )
-_JSON_COLUMNS = (*("turn_spans", "tool_rewards", "turn_scores", "messages", "reward_parts", "row"),)
+_JSON_COLUMNS = ("turn_spans", "tool_rewards", "turn_scores", "messages", "reward_parts", "row")
 _TOKEN_COLUMNS = [
     column.name
     for column in COLUMNS.values()
@@ -84,27 +84,29 @@ def rollout_rows(
     truths: dict[str | None, Any] = {}
     plain_rows = rows.select([*_PLAIN_COLUMNS, "reward_parts", "row"]).to_pylist()
     for place, row in enumerate(plain_rows):
-        parts = json.loads(row.pop("reward_parts") or "{}")
-        for name, values in numbers.items():
-            row[name] = values[place]
-        row["place"] = place
-        row["prompt"] = prompts[place]
-        row["truncated"] = truncated[place]
-        row["parts"] = dict(number_leaves(parts))
-        # The end of a traceback names the error.
-        row["reward_error"] = (row["reward_error"] or "")[-_ERROR_CHARACTERS:]
-        if prompts[place] not in previews:
+        prompt = prompts[place]
+        if prompt not in previews:
             # Special tokens are not shown, so more are read than for the response.
             prompt_ids = rows["prompt_ids"][place].values[-2 * _PREVIEW_TOKENS :].to_pylist()
-            previews[prompts[place]] = preview(prompt_ids, tokens)
+            previews[prompt] = preview(prompt_ids, tokens)
         data_row = row.pop("row")
         if data_row not in truths:
             reward_model = json.loads(data_row or "{}").get("reward_model") or {}
             truths[data_row] = shorten(reward_model.get("ground_truth"))
-        row["truth"] = truths[data_row]
-        row["prompt_text"] = previews[prompts[place]]
         response_ids = rows["response_ids"][place].values[:_PREVIEW_TOKENS].to_pylist()
-        row["text"] = text_of(response_ids, tokens)[:_PREVIEW_CHARACTERS]
+        for name, values in numbers.items():
+            row[name] = values[place]
+        row |= {
+            "place": place,
+            "prompt": prompt,
+            "truncated": truncated[place],
+            "parts": dict(number_leaves(json.loads(row.pop("reward_parts") or "{}"))),
+            # The end of a traceback names the error.
+            "reward_error": (row["reward_error"] or "")[-_ERROR_CHARACTERS:],
+            "truth": truths[data_row],
+            "prompt_text": previews[prompt],
+            "text": text_of(response_ids, tokens)[:_PREVIEW_CHARACTERS],
+        }
     return plain_rows
 
 
@@ -247,21 +249,21 @@ def rollout_details(
     response_ids = row["response_ids"][0].values
     # The end of a long prompt: the response goes on from there.
     prompt_start = max(0, len(prompt_ids) - MAX_TOKENS)
-    shown_prompt = prompt_ids[prompt_start:].to_pylist()
-    shown_response = response_ids[start : start + MAX_TOKENS].to_pylist()
-    details["prompt_start"] = prompt_start
-    details["prompt"] = _token_texts(shown_prompt, tokens)
-    details["start"] = start
-    details["length"] = len(response_ids)
-    details["response"] = _token_texts(shown_response, tokens)
     columns: dict[str, Any] = {}
     for name in _TOKEN_COLUMNS:
         values = row[name][0]
         if values.is_valid:
             numbers = np.asarray(values.values[start : start + MAX_TOKENS].to_numpy(False))
             columns[name] = round_values(numbers.astype(np.float64))
-    details["columns"] = columns
-    details["turns"] = _turn_numbers(row, details["turn_spans"] or [])
+    details |= {
+        "prompt_start": prompt_start,
+        "prompt": _token_texts(prompt_ids[prompt_start:].to_pylist(), tokens),
+        "start": start,
+        "length": len(response_ids),
+        "response": _token_texts(response_ids[start : start + MAX_TOKENS].to_pylist(), tokens),
+        "columns": columns,
+        "turns": _turn_numbers(row, details["turn_spans"] or []),
+    }
     return details
 
 

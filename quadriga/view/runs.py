@@ -4,6 +4,7 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from quadriga.config.yaml_text import parse_yaml
 from quadriga.errors import DataError
-from quadriga.observe.records import STEP, VALIDATION, RecordFolder
+from quadriga.observe.records import STEP, VALIDATION, RecordFolder, TokenTable
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
 from quadriga.trainer.run_lock import LOCK, is_held
 from quadriga.trainer.settings import CONFIGURATION, earlier_configurations
@@ -86,7 +87,14 @@ class ViewedRun:
                 str(path), got=describe_error(error), expected="a configuration"
             ) from error
         steps = _STEPS.search(text)
-        return dict(_leaves(sections)), int(steps[2]) if steps else 0
+        return dict(nested_values(sections)), int(steps[2]) if steps else 0
+
+    def tokens(self) -> TokenTable | None:
+        """Texts of the tokens; None if the run has none, or their file is damaged."""
+        try:
+            return self.record.tokens
+        except DataError:
+            return None
 
     def response_limit(self) -> int:
         """Longest response that the newest configuration allows, in tokens; 0 if not known."""
@@ -120,10 +128,10 @@ class ViewedRun:
             )
         elif not (self.record.folder / "tokens.parquet").is_file():
             problems.append("rollouts/tokens.parquet is missing: tokens are shown as their ids.")
-        superseded = [path.name for path in self.record.folder.glob("superseded_*")]
-        superseded += [path.name for path in self.directory.glob("metrics.*.jsonl")]
+        superseded = [*self.record.folder.glob("superseded_*")]
+        superseded += self.directory.glob("metrics.*.jsonl")
         if superseded:
-            names = ", ".join(sorted(superseded))
+            names = ", ".join(sorted(path.name for path in superseded))
             problems.append(f"Another run stood in this folder before; its files are in {names}.")
         steps = list(map(str, earlier_configurations(self.directory)))
         if steps:
@@ -139,11 +147,9 @@ class ViewedRun:
         problems = self.problems()
         values: dict[str, Any] = {}
         last_step = 0
-        try:
+        # `problems` has the error of a file that cannot be read.
+        with suppress(DataError):
             values, last_step = self.configuration()
-        except DataError:
-            # `problems` has the error.
-            values = {}
         done_step = max([0, *metrics, *self.record.steps()])
         state = "stopped"
         if is_held(self.directory):
@@ -269,13 +275,13 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
             yield from _run_folders(inner, depth - 1)
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def nested_values(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Values of nested sections, with their dotted keys."""
     if not isinstance(value, dict) or not value:
         yield prefix, value
         return
     for name, inner in value.items():
-        yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+        yield from nested_values(inner, f"{prefix}.{name}" if prefix else str(name))
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
