@@ -71,15 +71,9 @@ def summary(run: RunFolder) -> list[str]:
     # One of the best responses of the last step, and one of the worst.
     if run.responses:
         step, read_samples = list(run.responses.items())[-1]
-        samples = _graded_samples(read_samples())
-        best, worst = best_and_worst(samples, 1)
-        title = f"best of step {step}"
-        if _are_alike(samples, worst):
-            title = f"{_ALIKE} in step {step}"
-        for sample in best:
-            lines.append(f"{title}, {_sample_text(sample)}")
-        for sample in worst:
-            lines.append(f"worst of step {step}, {_sample_text(sample)}")
+        for title, sample in _examples(read_samples(), 1):
+            preposition = "in" if title == _ALIKE else "of"
+            lines.append(f"{title} {preposition} step {step}, {_sample_text(sample)}")
     lines += _advice_on_missing_files(run)
     return lines[:MAX_SUMMARY_LINES]
 
@@ -95,9 +89,15 @@ def _sample_text(sample: Sample) -> str:
     return text
 
 
-def _are_alike(samples: Sequence[Sample], worst: Sequence[Sample]) -> bool:
-    """Whether several samples all have the same score, so that none of them is the worst."""
-    return len(samples) > 1 and not worst
+def _examples(samples: Sequence[Sample], count: int) -> list[tuple[str, Sample]]:
+    """The `best_and_worst` samples, each with a title.
+
+    If several samples all have the same score, none of them is the best or the worst.
+    """
+    best, worst = best_and_worst(samples, count)
+    is_alike = not worst and len(_graded_samples(samples)) > 1
+    examples = [(_ALIKE if is_alike else "best", sample) for sample in best]
+    return examples + [("worst", sample) for sample in worst]
 
 
 def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
@@ -342,12 +342,8 @@ def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[
         counts += f", tool calls: {num_tool_calls}"
     yield counts
 
-    graded = _graded_samples(samples)
-    best, worst = best_and_worst(graded, MAX_RESPONSES)
-    for sample in best:
-        yield from _lines_of_sample(_ALIKE if _are_alike(graded, worst) else "best", sample)
-    for sample in worst:
-        yield from _lines_of_sample("worst", sample)
+    for title, sample in _examples(samples, MAX_RESPONSES):
+        yield from _lines_of_sample(title, sample)
     for sample in failed[:1]:
         yield from _lines_of_sample("grader failed", sample)
 

@@ -80,7 +80,7 @@ def start_server(
 
 
 class TrainingServer:
-    """The server of a run. It writes its address and API key to a file in the run's directory.
+    """The server of a run. Its address is printed, and written with its API key to the run's directory.
 
     Args:
         config: the resolved configuration.
@@ -92,11 +92,8 @@ class TrainingServer:
         self._server, key = start_server(config, tokenizer, rollout, makes_key=True)
         self._file = config.trainer.directory / ADDRESS_FILE
         resolve_name(_WRITE_ADDRESS)(self._server, key, self._file)
-
-    @property
-    def description(self) -> str:
-        """Address and limits, to be printed."""
-        return f"{self._server.url}, key in {self._file}; {self._server.limits}"
+        server = self._server
+        print(f"  serving the policy at {server.url}, key in {self._file}; {server.limits}")
 
     def close(self) -> None:
         """Stop the server, and remove the file."""
@@ -111,9 +108,7 @@ def serve_rollout(
     """Start the server of a run, if the configuration asks for one; see `TrainingServer`."""
     if not config.actor_rollout_ref.rollout.serve.enable:
         return None
-    server = TrainingServer(config, tokenizer, rollout)
-    print(f"  serving the policy at {server.description}")
-    return server
+    return TrainingServer(config, tokenizer, rollout)
 
 
 def _exchange(

@@ -161,7 +161,7 @@ class TaskRunner:
         self._losses.append((place, error.where))
         skipped = ""
         if trainer and is_repeated:
-            self._quarantine.add(step, trainer.num_rows)
+            self._quarantine.num_rows[step] = trainer.num_rows
             skipped = f" Step {step} has lost workers twice, and is skipped."
 
         changed_settings = {}

@@ -18,7 +18,7 @@ Not simulated: prompts take no time, all groups are kept, and machines do not fa
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -90,10 +90,10 @@ class SimulationResult:
         ages: number of tokens by their staleness.
     """
 
-    seconds: float = 0.0
-    train_idle: float = 0.0
-    rollout_idle: float = 0.0
-    ages: Counter[int] = field(default_factory=Counter)
+    seconds: float
+    train_idle: float
+    rollout_idle: float
+    ages: Counter[int]
 
 
 class SimulatedWorker:
