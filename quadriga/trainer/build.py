@@ -391,11 +391,9 @@ def make_handles(team: WorkerGroups, config: Config) -> Workers:
 
     A rollout in separate processes receives the actor's weights through a `RolloutPool`.
     """
-    groups = {Role(role): group for role, group in team.groups.items()}
+    groups = team.groups
     workers = {role: group.as_worker() for role, group in groups.items()}
-    policy = next(
-        role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups
-    )
+    policy = next(role for role in POLICIES if role in groups)
     rollout = workers[policy]
     weights = WeightPublisher(groups[policy])
     # The role `actor` has no rollout, so the rollout runs in separate processes.

@@ -548,8 +548,8 @@ class RayPPOTrainer(TrainingLoop):
         if batch is not None:
             facts = {"total_training_steps": self.total_training_steps, "metrics": self.metrics}
             self.recorder.add_step(self.global_steps, batch, facts)
-        if trainer.rollout_data_dir and batch is not None:
-            self.write_rollouts(batch, trainer.rollout_data_dir)
+            if trainer.rollout_data_dir:
+                self.write_rollouts(batch, trainer.rollout_data_dir)
         if self.is_due(trainer.test_freq):
             self.metrics |= self.validate()
         self.metrics["training/global_step"] = self.global_steps

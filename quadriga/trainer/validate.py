@@ -31,6 +31,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -58,6 +59,7 @@ _NOT_MEASURED = (RESERVED - {"num_turns"}) | {
 }
 
 
+@dataclass
 class Validator:
     """Runs a policy over the validation data.
 
@@ -71,21 +73,12 @@ class Validator:
         recorder: records the responses; None: they are not recorded.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: Any,
-        rollout: ActorRolloutRefWorker | RolloutPool,
-        reward: RewardManager,
-        dataloader: Any,
-        recorder: RolloutRecorder | None = None,
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.rollout = rollout
-        self.reward = reward
-        self.dataloader = dataloader
-        self.recorder = recorder
+    config: Config
+    tokenizer: Any
+    rollout: ActorRolloutRefWorker | RolloutPool
+    reward: RewardManager
+    dataloader: Any
+    recorder: RolloutRecorder | None = None
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Validate the policy of a step.

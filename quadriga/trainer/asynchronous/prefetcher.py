@@ -118,14 +118,10 @@ class Prefetcher:
 
     def pop_saved_responses(self, groups: Mapping[int, Any]) -> list[SavedResponse]:
         """Take the responses that the checkpoint has of some unfinished groups."""
-        taken = []
-        remaining = []
-        for response in self._saved_responses:
-            if response[0] in groups:
-                taken.append(response)
-            else:
-                remaining.append(response)
-        self._saved_responses = remaining
+        taken = [response for response in self._saved_responses if response[0] in groups]
+        self._saved_responses = [
+            response for response in self._saved_responses if response[0] not in groups
+        ]
         return taken
 
     def finish(self, group: Group, rows: DataProto) -> None:

@@ -333,23 +333,6 @@ class Simulation:
             self.after(self.load_s(worker), partial(self.loaded, worker, version))
 
 
-def colocated(
-    rules: Rules, workload: Workload, costs: Costs, num_workers: int, gpus: int
-) -> SimulationResult:
-    """Simulate lockstep, where generation and training take turns on the same ranks.
-
-    Args:
-        rules: rules of a schedule; their `max_staleness` is not used.
-        workload: responses and rewards.
-        costs: times. Publishing and loading take none, but each step takes `switch_s` more.
-        num_workers: number of rollout engines on all ranks.
-        gpus: number of ranks.
-    """
-    step_s = costs.step_s + costs.switch_s
-    in_turns = replace(costs, step_s=step_s, publish_s=0.0, load_s=0.0)
-    return Simulation(replace(rules, max_staleness=0), workload, in_turns, num_workers, gpus).run()
-
-
 def recorded(
     lines: Sequence[Mapping[str, Any]], num_steps: int, costs: Costs, num_workers: int, gpus: int
 ) -> tuple[Workload, Costs]:
