@@ -176,7 +176,7 @@ def _find_differences(old: Any, new: Any) -> tuple[list[int | None], list[float]
 
 
 def _value_at(value: Any, place: int | None) -> Any:
-    """Value at a place of `_different_places`; of a whole list its length, as text."""
+    """Value at a place of `_find_differences`; of a whole list its length, as text."""
     if place is not None:
         return value[place]
     if isinstance(value, list | np.ndarray):

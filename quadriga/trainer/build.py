@@ -286,8 +286,8 @@ def start_workers(
         ConfigError: a replacement is not a subclass of its role's class.
     """
     # A replacement for any role with the policy.
-    policy_roles = [Role(role) for role in POLICIES]
-    policy_class = next((replacements[role] for role in policy_roles if role in replacements), None)
+    policies = map(Role, POLICIES)
+    policy_class = next((replacements[role] for role in policies if role in replacements), None)
     role_classes: dict[Role, type[Any]] = {
         Role.Critic: CriticWorker,
         Role.RewardModel: RewardModelWorker,
@@ -309,10 +309,9 @@ def start_workers(
     workers = {}
     for role in map(Role, placement.roles):
         base = role_classes.get(role, ActorRolloutRefWorker)
-        cls = replacements.get(role)
-        if cls is None and role in policy_roles:
-            cls = policy_class
-        cls = cls or base
+        cls = replacements.get(role, base)
+        if role in POLICIES and role not in replacements:
+            cls = policy_class or base
         if not issubclass(cls, base):
             raise ConfigError(
                 f"the worker of {role}", got=cls.__name__, expected=f"a subclass of {base.__name__}"

@@ -20,7 +20,7 @@ from quadriga.view.index import SCHEMA, RunIndex
 from quadriga.view.lanes import conversation_lanes, response_lanes
 from quadriga.view.ranks import rank_lanes
 from quadriga.view.rollouts import matching_rows, rollout_details, rollout_rows, round_values
-from quadriga.view.runs import Runs, ViewedRun
+from quadriga.view.runs import Answer, Runs, ViewedRun
 
 ANSWERS = (
     *("runs", "summary", "configuration", "metrics", "steps", "progress", "prompts", "health"),
@@ -31,7 +31,6 @@ MAX_PROMPTS = 1000
 """Largest number of prompts in the list of prompts."""
 
 Query = Mapping[str, str]
-Answer = dict[str, Any]
 
 
 class ViewData:

@@ -4,11 +4,12 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from quadriga.view.ranks import RANK_SECONDS
+from quadriga.view.runs import Answer
 
 GOOD = "good"
 WARNING = "warning"
@@ -34,6 +35,8 @@ _RANK_ADVICE = (
 
 Verdict: TypeAlias = tuple[str, str]
 """State and sentence."""
+NumbersByStep: TypeAlias = Mapping[int, Mapping[str, float]]
+"""Numbers by name, for each step."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,16 @@ def _make_share_judge(
     def judge(values: np.ndarray) -> Verdict:
         _, share = _ends(values)
         sentence = f"{subject}: {share:.1%} over the last {len(values[-_WINDOW:])} steps."
-        if share > bad_above:
-            return BAD, sentence
-        return (WARNING if share > warns_above else GOOD), sentence
+        return _state_above(share, warns_above, bad_above), sentence
 
     return judge
+
+
+def _state_above(value: float, warns_above: float, bad_above: float) -> str:
+    """State of a value that is good if it is small."""
+    if value > bad_above:
+        return BAD
+    return WARNING if value > warns_above else GOOD
 
 
 def _judge_mismatch(values: np.ndarray) -> Verdict:
@@ -126,9 +134,7 @@ def _judge_unequal_work(values: np.ndarray) -> Verdict:
     """Judge the largest work of a rank, relative to the mean."""
     _, last = _ends(values)
     sentence = f"The rank with the most work has {last:.2f} times the mean of all ranks."
-    if last > 2:
-        return BAD, sentence
-    return (WARNING if last > 1.25 else GOOD), sentence
+    return _state_above(last, warns_above=1.25, bad_above=2), sentence
 
 
 def _judge_gradient(values: np.ndarray) -> Verdict:
@@ -212,9 +218,7 @@ CHECKS = (
 )
 
 
-def judge_run(
-    metrics: Mapping[int, Mapping[str, float]], rows: Mapping[int, Mapping[str, float]]
-) -> list[dict[str, Any]]:
+def judge_run(metrics: NumbersByStep, rows: NumbersByStep) -> list[Answer]:
     """Judge a run.
 
     Args:
@@ -253,9 +257,7 @@ def judge_run(
     return sorted(findings, key=lambda finding: order.index(finding["state"]))
 
 
-def _find_slow_ranks(
-    metrics: Mapping[int, Mapping[str, float]], rows: Mapping[int, Mapping[str, float]]
-) -> list[dict[str, Any]]:
+def _find_slow_ranks(metrics: NumbersByStep, rows: NumbersByStep) -> list[Answer]:
     """Findings on ranks that are slower than the others of their role in most steps."""
     names_by_role = defaultdict(list)
     for name in sorted(set().union(*rows.values())):
@@ -299,8 +301,8 @@ def _find_slow_ranks(
 
 def _curve(
     name: str,
-    metrics: Mapping[int, Mapping[str, float]],
-    rows: Mapping[int, Mapping[str, float]],
+    metrics: NumbersByStep,
+    rows: NumbersByStep,
 ) -> dict[int, float]:
     """Finite values of a metric by step. `rows/NAME` is a number of the index for each group."""
     curve = {}

@@ -24,7 +24,7 @@ from quadriga.view.index import (
     text_of,
     truncated_rows,
 )
-from quadriga.view.runs import stamp_of
+from quadriga.view.runs import Answer, stamp_of
 
 MAX_TOKENS = 20_000
 """Tokens of a response that are sent at once. The page asks for more as it needs them."""
@@ -52,7 +52,7 @@ _TOKEN_COLUMNS = [
 
 def rollout_rows(
     record: RecordFolder, step: int, kind: str, limit: int, tokens: TokenTable | None
-) -> list[dict[str, Any]]:
+) -> list[Answer]:
     """Read the rollouts of a step without their tokens.
 
     Args:
@@ -210,7 +210,7 @@ def rollout_details(
     place: int,
     tokens: TokenTable | None,
     start: int = 0,
-) -> dict[str, Any]:
+) -> Answer:
     """Read a rollout with its tokens and their numbers.
 
     Args:
@@ -236,7 +236,7 @@ def rollout_details(
         got = f"row {place} of {len(rows)}"
         raise DataError(str(path), got=got, expected="a row of the step")
     row = rows.slice(place, 1)
-    details: dict[str, Any] = row.select(_PLAIN_COLUMNS).to_pylist()[0]
+    details: Answer = row.select(_PLAIN_COLUMNS).to_pylist()[0]
     details["reward_error"] = (details["reward_error"] or "")[:MAX_TEXT]
     for name in _JSON_COLUMNS:
         text = row[name][0].as_py()
@@ -249,7 +249,7 @@ def rollout_details(
     response_ids = row["response_ids"][0].values
     # The end of a long prompt: the response goes on from there.
     prompt_start = max(0, len(prompt_ids) - MAX_TOKENS)
-    columns: dict[str, Any] = {}
+    columns: Answer = {}
     for name in _TOKEN_COLUMNS:
         values = row[name][0]
         if values.is_valid:
@@ -280,7 +280,7 @@ def _detail_rows(
     return record.read(step, kind, names).rows
 
 
-def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any]:
+def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> Answer:
     """Texts of the tokens of a sequence, for a page that shows each token by itself.
 
     Args:
@@ -307,7 +307,7 @@ def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any
     return {"ids": ids, "texts": texts, "special": special_places}
 
 
-def _turn_numbers(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+def _turn_numbers(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[Answer]:
     """Tokens of each turn of the model, with the sum of its scores and its mean advantage.
 
     Args:
@@ -316,7 +316,7 @@ def _turn_numbers(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[dict[st
     """
     turns = []
     for start, end in spans:
-        turn: dict[str, Any] = {"start": start, "end": end}
+        turn: Answer = {"start": start, "end": end}
         for name, column in (("score", "token_scores"), ("advantage", "advantages")):
             if row[column][0].is_valid and start < end:
                 values = row[column][0].values[start:end].to_numpy(False)

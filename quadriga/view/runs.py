@@ -21,6 +21,8 @@ HEADLINES = ("critic/score/mean", "critic/rewards/mean", "train/loss", "actor/pg
 """Metrics that sum up a run; the first that it has is shown."""
 _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
 """Line of a configuration file with the steps that it holds for."""
+Answer = dict[str, Any]
+"""A JSON object for the page."""
 _MAX_DEPTH = 4
 """Depth at which runs are looked for below a folder."""
 _NUM_POINTS = 60
@@ -63,7 +65,7 @@ class ViewedRun:
             self._metrics_problem = describe_error(error)
         return self._metrics
 
-    def configuration(self, path: Path | None = None) -> tuple[dict[str, Any], int]:
+    def configuration(self, path: Path | None = None) -> tuple[Answer, int]:
         """Read one of the run's configurations.
 
         Args:
@@ -141,11 +143,11 @@ class ViewedRun:
             )
         return problems
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Answer:
         """The run's row in the table of runs."""
         metrics = self.metrics()
         problems = self.problems()
-        values: dict[str, Any] = {}
+        values: Answer = {}
         last_step = 0
         # `problems` has the error of a file that cannot be read.
         with suppress(DataError):

@@ -199,17 +199,16 @@ class AsyncBatches(WeightPublisher):
             self._act()
             with waiting(f"the responses of step {step}", self._describe_progress):
                 self._wait_for(lambda: self._prefetcher.handed is not None)
-            handed, parts, group_filter = self._prefetcher.pop_batch()
+            handed, groups, group_filter = self._prefetcher.pop_batch()
             assert handed.step == step
             # Groups that are ready for later steps.
             depth = sum(group.is_kept for group in schedule.groups.values())
-            versions = [part.batch["token_versions"] for part in parts]
-            versions_by_group = dict(zip(handed.groups, versions, strict=True))
+            versions = {number: rows.batch["token_versions"] for number, rows in groups.items()}
             assert self._schedule_record is not None
-            self._schedule_record.add_step(step, versions_by_group)
+            self._schedule_record.add_step(step, versions)
 
         # Without the lock, because nothing else has these groups any more.
-        batch = DataProto.concat(parts) if group_filter is None else group_filter.batch()
+        batch = group_filter.batch() if group_filter else DataProto.concat([*groups.values()])
         batch.meta_info["global_steps"] = step
         batch.meta_info["total_training_steps"] = self.rules.num_steps
         # Unless weights were published after the last step, the actor has already left the newest

@@ -152,18 +152,18 @@ class Prefetcher:
         """Count the tokens of responses that no step learns from."""
         self.counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
 
-    def pop_batch(self) -> tuple[HandOver, list[DataProto], GroupFilter | None]:
+    def pop_batch(self) -> tuple[HandOver, dict[int, DataProto], GroupFilter | None]:
         """Take the groups that are handed over.
 
         Returns:
-            The decision; the rows of each group; and the filter of the batch, which is None without
+            The decision; the rows of each group by its number; and the filter of the batch, which is None without
             dynamic sampling.
         """
         handed = self.handed
         assert handed is not None, "the caller has waited for it"
         self.handed = None
-        parts = [self.complete.pop(number) for number in handed.groups]
-        return handed, parts, self._filters.pop(handed.step, None)
+        groups = {number: self.complete.pop(number) for number in handed.groups}
+        return handed, groups, self._filters.pop(handed.step, None)
 
     def take_counts(self) -> dict[str, float]:
         """Return the metrics since the last call."""
