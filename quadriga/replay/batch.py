@@ -40,16 +40,6 @@ class RecordedStep:
         self._where = str(path)
         self._rows = record.rows
 
-    @property
-    def num_prompt_batches(self) -> int:
-        """Number of prompt batches that the step took; more than 1 with dynamic sampling."""
-        return int(self.record.facts["metrics"].get("filter_groups/num_batches", 1))
-
-    @property
-    def is_thinned(self) -> bool:
-        """Whether texts, and what graders returned beside the score, were removed."""
-        return bool(self.record.facts.get("is_thinned"))
-
     def batch(
         self,
         prompts: DataProto,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from quadriga.replay.compare import COMPUTED, TOLERANCE, Comparison, Difference
+from quadriga.replay.compare import COMPUTED, TOLERANCE, Difference
 from quadriga.replay.run import ReplayResult, uid_of
 from quadriga.replay.trainer import REWARDS, UPDATE
 
@@ -49,18 +49,14 @@ def _describe_columns(replayed: ReplayResult) -> Iterator[str]:
             num_equal_inputs += 1
     width = max((len(entry.name) for entry in shown_columns), default=0)
     for entry in shown_columns:
-        yield f"  {entry.name:<{width}}  {_describe_state(entry)}"
+        state = f"equal      {entry.num_values} values"
+        if not entry.is_equal:
+            count = f"{entry.num_different} of {entry.num_values} values"
+            state = f"DIFFERENT  {count}, by up to {entry.largest:.3g}"
+        yield f"  {entry.name:<{width}}  {state}"
         if entry.first is not None:
             yield f"  {'':<{width}}  first: {_describe_difference(entry.first)}"
     yield f"  from the record: {num_equal_inputs} columns, equal"
-
-
-def _describe_state(entry: Comparison) -> str:
-    """Whether a column is equal, with its number of values."""
-    if entry.is_equal:
-        return f"equal      {entry.num_values} values"
-    count = f"{entry.num_different} of {entry.num_values} values"
-    return f"DIFFERENT  {count}, by up to {entry.largest:.3g}"
 
 
 def _describe_difference(first: Difference) -> str:

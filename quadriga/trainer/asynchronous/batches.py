@@ -113,6 +113,8 @@ class AsyncBatches(WeightPublisher):
         ConfigError: a sampler or data set learns from batches, but prompts are taken in advance.
     """
 
+    _schedule_record: ScheduleRecord  # exists together with `schedule`
+
     def __init__(
         self,
         weights: WeightPublisher,
@@ -143,7 +145,6 @@ class AsyncBatches(WeightPublisher):
         pool = weights if isinstance(weights, StreamPool) else None
         self._workers = StreamWorkers(actor, pool)
         self._snapshot = Snapshot()
-        self._schedule_record: ScheduleRecord | None = None
         self._has_begun = False  # whether there are workers, so that decisions can be carried out
         self._error: BaseException | None = None  # first error of another thread
         self._is_ended = False
@@ -204,7 +205,6 @@ class AsyncBatches(WeightPublisher):
             # Groups that are ready for later steps.
             depth = sum(group.is_kept for group in schedule.groups.values())
             versions = {number: rows.batch["token_versions"] for number, rows in groups.items()}
-            assert self._schedule_record is not None
             self._schedule_record.add_step(step, versions)
 
         # Without the lock, because nothing else has these groups any more.
@@ -279,7 +279,7 @@ class AsyncBatches(WeightPublisher):
     def close(self) -> None:
         """Close the record, and the publisher of weights for validation."""
         self._validation.close()
-        if self._schedule_record is not None:
+        if self.schedule is not None:
             self._schedule_record.close()
 
     # Called by the trainer's thread, with the lock.
@@ -529,7 +529,6 @@ class AsyncBatches(WeightPublisher):
         for start in starts:
             rows_by_worker[start.worker][start.group] = self._prefetcher.inputs_of(start)
         record = self._schedule_record
-        assert record is not None
         # One call for all groups of a worker, so that the engine begins them in the same step.
         for worker, rows in rows_by_worker.items():
             idle_since = self._workers.idle_since.pop(worker, None)
@@ -584,7 +583,7 @@ class AsyncBatches(WeightPublisher):
             schedule = self._begun_schedule
             # Only a local engine's loads are recorded: those of several engines have no common
             # count of steps.
-            if self._workers.pool is None and self._schedule_record is not None:
+            if self._workers.pool is None:
                 self._schedule_record.add(at=num_steps, load=version)
             schedule.loaded(worker, version)
             self._workers.forget_weights(
@@ -633,7 +632,6 @@ class AsyncBatches(WeightPublisher):
         saved_responses = self._snapshot.pop_reports()
         if saved_responses is None:
             return
-        assert self._schedule_record is not None
         self._schedule_record.add(at=num_steps, save=step)
         if self._config.async_training.replay is None:
             self._snapshot.take(self._begun_schedule, self._prefetcher, saved_responses, num_steps)

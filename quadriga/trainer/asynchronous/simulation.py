@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -149,9 +149,7 @@ class SimulatedWorker:
         """Tokens of each version in a sample that was decoded between two positions."""
         tokens: Counter[int] = Counter()
         # Each version is used up to the position at which the next one was loaded.
-        stops = [start for start, _ in self.versions[1:]]
-        stops.append(float("inf"))
-        for (start, version), stop in zip(self.versions, stops, strict=True):
+        for (start, version), (stop, _) in pairwise([*self.versions, (float("inf"), 0)]):
             overlap = min(end, stop) - max(begin, start)
             if overlap > 0:
                 tokens[version] += overlap
