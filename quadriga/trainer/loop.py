@@ -136,9 +136,10 @@ class TrainingLoop:
         num_kept = settings.max_ckpt_to_keep
         if settings.save_minutes is None or not saves_by_time(self.config):
             checkpoints = Checkpoints(settings.directory, num_kept)
-            return saving.CheckpointSaver(checkpoints, learners, report)
+            return saving.CheckpointSaver(checkpoints, learners, self._write_own_part, report)
         checkpoints = Checkpoints(settings.directory, num_kept or NUM_KEPT, is_by_time=True)
-        return TimedSaver(checkpoints, learners, report, period_s=60 * settings.save_minutes)
+        period_s = 60 * settings.save_minutes
+        return TimedSaver(checkpoints, learners, self._write_own_part, report, period_s)
 
     # Where the run starts from
 
@@ -210,7 +211,7 @@ class TrainingLoop:
         if saves_by_time(self.config):
             is_due = self.is_last_step
         if is_due and self.checkpoints.newest() != newest.step:
-            self.saver.start(self.global_steps, self._write_own_part)
+            self.saver.start(self.global_steps)
         return f"the copy of step {newest.step} in memory"
 
     def _restore(self, state: Mapping[str, Any], step: int, *, with_random_states: bool) -> None:
@@ -330,7 +331,6 @@ class TrainingLoop:
         if writes_checkpoints(self.config):
             self.saver.start_where_due(
                 self.global_steps,
-                self._write_own_part,
                 is_due=self.is_due(settings.save_freq),
                 is_last=may_be_last or self.is_last_step,
             )
@@ -340,7 +340,7 @@ class TrainingLoop:
 
     def save(self) -> None:
         """Write a checkpoint of the step, and wait until it is on disk."""
-        self.saver.start(self.global_steps, self._write_own_part)
+        self.saver.start(self.global_steps)
         self.saver.finish()
 
     def write_model(self) -> None:
