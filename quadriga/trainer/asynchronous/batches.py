@@ -56,7 +56,7 @@ from quadriga.observe.metrics import Metric
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import RewardManager
-from quadriga.trainer.asynchronous.prefetcher import Prefetcher, SamplingRound
+from quadriga.trainer.asynchronous.prefetcher import Prefetcher
 from quadriga.trainer.asynchronous.record import (
     RECORD,
     RecordedSchedule,
@@ -83,6 +83,7 @@ from quadriga.trainer.asynchronous.snapshot import (
 from quadriga.trainer.asynchronous.staleness import measure_staleness, token_versions
 from quadriga.trainer.asynchronous.streams import Pause, Stream, StreamPool, StreamWorkers
 from quadriga.trainer.prompts import PromptStream
+from quadriga.trainer.responses import grade
 from quadriga.trainer.rollout_pool import WeightPublisher
 from quadriga.trainer.rollout_rows import rollout_numbers
 from quadriga.workers import ActorRolloutRefWorker
@@ -138,10 +139,11 @@ class AsyncBatches(WeightPublisher):
         self.schedule: Schedule | None = None
         self.is_current = True
         self._config = config
+        self._reward = reward
         self._validation = weights
         # Protects everything below; conditions are checked again after each `notify_all`.
         self._changed = Condition()
-        self._prefetcher = Prefetcher(self.rules, prompts, reward, config)
+        self._prefetcher = Prefetcher(self.rules, prompts, config)
         pool = weights if isinstance(weights, StreamPool) else None
         self._workers = StreamWorkers(actor, pool)
         self._snapshot = Snapshot()
@@ -459,21 +461,26 @@ class AsyncBatches(WeightPublisher):
 
     def _grade_round(self, batch: int) -> None:
         """Start to grade the round of a batch, if all of its groups are complete."""
-        complete_round = self._prefetcher.find_round(batch)
-        if complete_round is None:
+        rows = self._prefetcher.find_round(batch)
+        if rows is None:
             return
         if self.rules.deterministic:
             # The rollout waits for the graders, so that nothing depends on how long they take.
-            self._grade(complete_round)
+            self._grade(batch, rows)
         else:
-            in_background(partial(self._grade, complete_round), "grading of a round")
+            in_background(partial(self._grade, batch, rows), "grading of a round")
 
-    def _grade(self, complete_round: SamplingRound) -> None:
-        """Grade a round, and tell the schedule which groups are kept."""
+    def _grade(self, batch: int, rows: DataProto) -> None:
+        """Grade the round of a batch, and tell the schedule which groups are kept.
+
+        Args:
+            batch: step for which the groups are.
+            rows: their responses, group after group.
+        """
         with self._deciding():
-            self._prefetcher.grade(complete_round)
+            grade(self._reward, rows)
             with self._changed:
-                for number, verdict in self._prefetcher.close_round(complete_round).items():
+                for number, verdict in self._prefetcher.close_round(batch, rows).items():
                     self._begun_schedule.graded(number, verdict)
 
     def _replay(self, num_steps: int) -> None:

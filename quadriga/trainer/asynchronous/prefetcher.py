@@ -3,55 +3,33 @@
 
     prompts ── inputs_of ──> started ── finish ──> complete ── pop_batch ──> rows of a step
                                                       └ dynamic sampling, a round at a time:
-                                                        find_round ── grade ── close_round
+                                                        find_round ─> graded ── close_round
 
 Legend: B rows, T response positions.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from quadriga.config import Config
 from quadriga.protocol import DataProto
-from quadriga.rewards import RewardManager
 from quadriga.trainer.asynchronous.rules import Drop, HandOver, Rules, Start
 from quadriga.trainer.asynchronous.schedule import Group, Verdict
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.prompts import PromptStream, assign_uids
-from quadriga.trainer.responses import (
-    grade,
-    repeat_prompts,
-    rollout_inputs,
-    with_prompt_columns,
-)
+from quadriga.trainer.responses import repeat_prompts, rollout_inputs, with_prompt_columns
 from quadriga.workers.stream import SavedResponse
-
-
-class SamplingRound(NamedTuple):
-    """Complete groups that dynamic sampling grades together.
-
-    Attributes:
-        batch: step for which they are.
-        groups: numbers of the groups, in order.
-        rows: responses, group after group.
-    """
-
-    batch: int
-    groups: list[int]
-    rows: DataProto
 
 
 class Prefetcher:
     """Takes prompts for groups, and keeps the groups until a step learns from them.
 
-    It has neither threads nor a lock: `AsyncBatches` holds its lock when it calls any method except
-    `grade`.
+    It has neither threads nor a lock: `AsyncBatches` holds its lock when it calls a method.
 
     Args:
         rules: rules of the schedule.
         prompts: stream of the training prompts.
-        reward: grades rounds of dynamic sampling.
         config: the resolved configuration.
 
     Attributes:
@@ -62,16 +40,13 @@ class Prefetcher:
         counts: metrics since the last `take_counts`.
     """
 
-    def __init__(
-        self, rules: Rules, prompts: PromptStream, reward: RewardManager, config: Config
-    ) -> None:
+    def __init__(self, rules: Rules, prompts: PromptStream, config: Config) -> None:
         self.started: dict[int, DataProto] = {}
         self.complete: dict[int, DataProto] = {}
         self.handed: HandOver | None = None
         self.counts: dict[str, float] = defaultdict(float)
         self._rules = rules
         self._prompts = prompts
-        self._reward = reward
         self._config = config
         # Prompts are assigned to groups in the order of the groups' numbers.
         self._unassigned: list[DataProto] = []  # prompts that have been taken, but have no group
@@ -173,32 +148,31 @@ class Prefetcher:
 
     # Dynamic sampling.
 
-    def find_round(self, batch: int) -> SamplingRound | None:
-        """Copy the round of a step, if all of its groups are complete; otherwise return None."""
+    def find_round(self, batch: int) -> DataProto | None:
+        """Copy the rows of the round of a step, if all of its groups are complete; else None."""
         numbers = sorted(self.rounds[batch])
         if len(numbers) < self._rules.round_size:
             return None
-        rows = DataProto.concat([self.complete[number] for number in numbers])
-        return SamplingRound(batch, numbers, rows)
+        return DataProto.concat([self.complete[number] for number in numbers])
 
-    def grade(self, complete_round: SamplingRound) -> None:
-        """Grade the rows of a round in place. The lock is held only in a deterministic run."""
-        grade(self._reward, complete_round.rows)
+    def close_round(self, batch: int, rows: DataProto) -> dict[int, Verdict]:
+        """Filter the round of a step.
 
-    def close_round(self, complete_round: SamplingRound) -> dict[int, Verdict]:
-        """Filter a graded round.
+        Args:
+            batch: number of the step.
+            rows: result of `find_round`, graded.
 
         Returns:
-            Whether each of its groups is kept, or left out because its rewards are equal.
+            Whether each group is kept, or left out because its rewards are equal.
         """
         # A checkpoint before this has the round, so that a resumed run grades it again.
-        del self.rounds[complete_round.batch]
-        group_filter = self._filters.setdefault(complete_round.batch, GroupFilter(self._config))
+        numbers = sorted(self.rounds.pop(batch))
+        group_filter = self._filters.setdefault(batch, GroupFilter(self._config))
         # The filter now has the rows of the batch. Those in `complete` are no longer needed, and are
         # dropped with their group or when the batch is taken.
-        kept_uids = group_filter.add(complete_round.rows)
+        kept_uids = group_filter.add(rows)
         verdicts: dict[int, Verdict] = {}
-        for number in complete_round.groups:
+        for number in numbers:
             uid = self.complete[number].non_tensor_batch["uid"][0]
             verdicts[number] = "kept" if uid in kept_uids else "equal"
         return verdicts
