@@ -196,25 +196,25 @@ class ViewData:
         )
         table["text"] = frame.dropna(subset=["text"]).groupby("prompt")["text"].first()
 
-        is_repeated = table["seen"] > 1
         # The largest score is not known. A prompt that had the best mean score at once cannot
         # improve, and is no problem.
         best_of_all = table["best"].max()
+        is_repeated = table["seen"] > 1
         is_solved = table["first"] >= best_of_all
         table["is_repeated"] = is_repeated
         table["never_improves"] = is_repeated & (table["best"] <= table["first"]) & ~is_solved
         keys = ["never_improves", "best", "mean"]
         table = table.sort_values(keys, ascending=[False, True, True])
-        answer["num_prompts"] = len(table)
-        answer["num_never_improving"] = int(table["never_improves"].sum())
-
         # The curves of the shown prompts.
         shown = table.head(MAX_PROMPTS)
         points = by_step[by_step["prompt"].isin(shown.index)]
         curves = points.groupby("prompt").agg(curve=("score", list), steps=("step", list))
         records = shown.join(curves).reset_index().to_json(orient="records")
-        answer["prompts"] = json.loads(records)
-        return answer
+        return answer | {
+            "num_prompts": len(table),
+            "num_never_improving": int(table["never_improves"].sum()),
+            "prompts": json.loads(records),
+        }
 
     def health(self, query: Query) -> Answer:
         """Findings on a run's health, and problems of its files."""
@@ -222,9 +222,8 @@ class ViewData:
         run = self._run(query)
         steps = self.index(run).steps
         numbers = {step: entry.numbers for (kind, step), entry in steps.items() if kind == STEP}
-        answer["findings"] = judge_run(run.metrics(), numbers)
-        answer["problems"] = run.problems()
-        return answer
+        findings = judge_run(run.metrics(), numbers)
+        return {**answer, "findings": findings, "problems": run.problems()}
 
     def lanes(self, query: Query) -> Answer:
         """Timelines of the conversations of a step, or of its responses without traces."""

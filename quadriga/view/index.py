@@ -219,6 +219,12 @@ def has_values(column: pa.ChunkedArray) -> bool:
     return column.null_count < len(column)
 
 
+def trained_column(rows: pa.Table) -> pa.ChunkedArray:
+    """Whether the update learned from each token: generated tokens, unless some were rejected."""
+    trained = rows["trained_mask"]
+    return trained if has_values(trained) else rows["response_mask"]
+
+
 def prompt_names(rows: pa.Table) -> list[str]:
     """Name of each row's prompt, the same in all steps: its data row, or the uid if unknown."""
     return pc.coalesce(rows["source_row"], rows["uid"]).to_pylist()
@@ -278,7 +284,6 @@ def _step_numbers(rows: pa.Table, limit: int) -> dict[str, float]:
     # Groups whose responses all have one score, which give no gradient.
     has_no_spread = [len(scores) > 1 and len(set(scores)) == 1 for scores in groups.values()]
     lengths = row_lengths(rows["response_mask"])
-    trained = rows["trained_mask"] if has_values(rows["trained_mask"]) else rows["response_mask"]
     num_generated = float(row_sums(rows["response_mask"]).sum())
     numbers = {
         "rollouts": num_rows,
@@ -289,7 +294,7 @@ def _step_numbers(rows: pa.Table, limit: int) -> dict[str, float]:
         "truncated": int(truncated_rows(rows, limit).sum()),
         "not_computed": num_rows - rows["not_computed"].null_count,
         "generated_tokens": num_generated,
-        "rejected_tokens": num_generated - float(row_sums(trained).sum()),
+        "rejected_tokens": num_generated - float(row_sums(trained_column(rows)).sum()),
         "length": float(lengths.mean()) if num_rows else 0.0,
     }
     staleness = flat_values(rows["token_staleness"])

@@ -22,6 +22,7 @@ from quadriga.view.index import (
     row_lengths,
     row_sums,
     text_of,
+    trained_column,
     truncated_rows,
 )
 from quadriga.view.runs import Answer, stamp_of
@@ -73,8 +74,10 @@ def rollout_rows(
     rows = record.read(step, kind, columns).rows
     num_tokens = row_lengths(rows["response_mask"])
     prompts = prompt_names(rows)
-    truncated = truncated_rows(rows, limit).tolist()
-    numbers = {
+    columns_of_page = {
+        "place": range(len(rows)),
+        "prompt": prompts,
+        "truncated": truncated_rows(rows, limit).tolist(),
         "length": num_tokens.tolist(),
         "prompt_length": row_lengths(rows["prompt_ids"]).tolist(),
         **_token_means(rows, num_tokens),
@@ -94,12 +97,9 @@ def rollout_rows(
             reward_model = json.loads(data_row or "{}").get("reward_model") or {}
             truths[data_row] = shorten(reward_model.get("ground_truth"))
         response_ids = rows["response_ids"][place].values[:_PREVIEW_TOKENS].to_pylist()
-        for name, values in numbers.items():
+        for name, values in columns_of_page.items():
             row[name] = values[place]
         row |= {
-            "place": place,
-            "prompt": prompt,
-            "truncated": truncated[place],
             "parts": dict(number_leaves(json.loads(row.pop("reward_parts") or "{}"))),
             # The end of a traceback names the error.
             "reward_error": (row["reward_error"] or "")[-_ERROR_CHARACTERS:],
@@ -124,9 +124,7 @@ def _token_means(rows: pa.Table, num_tokens: np.ndarray) -> dict[str, list[float
     mask = flat_values(rows["response_mask"])
     num_generated = row_sums(rows["response_mask"])
     divisor = np.maximum(num_generated, 1)
-    means: dict[str, np.ndarray] = {"generated": num_generated}
-    trained = rows["trained_mask"] if has_values(rows["trained_mask"]) else rows["response_mask"]
-    means["trained"] = row_sums(trained)
+    means = {"generated": num_generated, "trained": row_sums(trained_column(rows))}
     for name, column in (("advantage", "advantages"), ("rollout_log_prob", "rollout_log_probs")):
         if rows[column].null_count == 0:
             means[name] = row_sums(rows[column], mask) / divisor

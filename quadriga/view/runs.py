@@ -146,7 +146,6 @@ class ViewedRun:
     def summary(self) -> Answer:
         """The run's row in the table of runs."""
         metrics = self.metrics()
-        problems = self.problems()
         values: Answer = {}
         last_step = 0
         # `problems` has the error of a file that cannot be read.
@@ -159,7 +158,6 @@ class ViewedRun:
         elif last_step and done_step >= last_step:
             state = "finished"
         headline, curve = headline_curve(metrics)
-        seconds = sum(numbers.get("timing_s/step", 0.0) for numbers in metrics.values())
         return {
             "run": self.name,
             "state": state,
@@ -167,11 +165,11 @@ class ViewedRun:
             "last_step": last_step,
             "headline": headline,
             "curve": curve,
-            "seconds": seconds,
+            "seconds": sum(numbers.get("timing_s/step", 0.0) for numbers in metrics.values()),
             "changed": self._changed_at(),
             "model": values.get("actor_rollout_ref.model.path"),
             "estimator": values.get("algorithm.adv_estimator"),
-            "problems": problems,
+            "problems": self.problems(),
         }
 
     def _changed_at(self) -> float:
