@@ -132,7 +132,7 @@ class RecordedStep:
     def _routes(self) -> list[np.ndarray | None]:
         """Experts of the tokens of each row, [tokens, L, k]; None for a row without them."""
         shape = self.record.facts.get("route_shape")
-        routes: list[np.ndarray | None] = []
+        routes = []
         for content in self._values(ROUTES):
             if content is None or shape is None:
                 routes.append(None)

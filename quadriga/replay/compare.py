@@ -106,7 +106,7 @@ def _has_values(table: pa.Table, name: str) -> bool:
 
 def _ratios(table: pa.Table) -> list[np.ndarray | None]:
     """`RATIO` of the tokens of each row; None for a row without log-probs of the trainer."""
-    ratios: list[np.ndarray | None] = []
+    ratios = []
     sampled_column = table.column("rollout_log_probs").to_pylist()
     for sampled, trained in zip(sampled_column, table.column("log_probs").to_pylist(), strict=True):
         if sampled is None or trained is None:
@@ -138,7 +138,7 @@ def _compare_values(
             num_values += 1
             # Not `==` with None: for an array that would be an array.
             is_equal = old == new if isinstance(old, str) else old is new
-            places: list[int | None] = [] if is_equal else [None]
+            places = [] if is_equal else [None]
             distances = [math.inf] * len(places)
         else:
             num_values += np.size(old)

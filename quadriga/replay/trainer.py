@@ -116,7 +116,7 @@ class ReplayTrainer(RayPPOTrainer):
                 expected=f"it, for algorithm.adv_estimator={self.config.algorithm.adv_estimator}",
                 fix="The record was thinned; a larger trainer.rollout_record_gib keeps it.",
             )
-        prompts: list[DataProto] = []
+        prompts = []
         # Several batches of prompts with dynamic sampling.
         for _ in range(int(facts["metrics"].get("filter_groups/num_batches", 1))):
             prompts.append(self.next_prompts(num_before=sum(map(len, prompts))))

@@ -177,8 +177,8 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
         tokenizer = parts.tokenizer or build_tokenizer(config)
         check_teachers(config, tokenizer)
 
-    reward: RewardManager | None = None
-    server: TrainingServer | None = None
+    reward = None
+    server = None
     team = start_workers(config, tokenizer, needs, parts.workers)
     try:
         finish_loading: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
@@ -288,7 +288,7 @@ def start_workers(
     # A replacement for any role with the policy.
     policies = map(Role, POLICIES)
     policy_class = next((replacements[role] for role in policies if role in replacements), None)
-    role_classes: dict[Role, type[Any]] = {
+    role_classes = {
         Role.Critic: CriticWorker,
         Role.RewardModel: RewardModelWorker,
         Role.Teacher: TeacherWorker,
@@ -448,7 +448,7 @@ def frozen_team(config: Config, tokenizer: Any, *roles: Role) -> Iterator[Worker
     processes = {pool: trainer.processes_of(pool) for pool in pool_of_role.values()}
     team_class = resolve_name(TEAMS[trainer.backend])
     with cluster_of(config):
-        team: WorkerGroups = team_class(workers, pool_of_role, processes, trainer)
+        team = team_class(workers, pool_of_role, processes, trainer)
         try:
             load_models(team, Timeline())
             yield team
@@ -534,7 +534,7 @@ def _load_dataset(config: Config, tokenizer: Any, context: PromptContext, *, is_
             context=context,
         )
 
-    dataset_class: type[Any] = SFTDataset
+    dataset_class = SFTDataset
     if config.task == "reward_model":
         dataset_class = RMDataset
     elif data.format == "messages":

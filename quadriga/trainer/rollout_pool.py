@@ -128,10 +128,10 @@ class RolloutPool(WeightPublisher):
         """Generate a response to each row. The interface is that of the workers' method."""
         if self._add_restarted_engines() or not self._is_sent:
             self._send_all()
-        outputs: list[tuple[int, DataProto]] = []  # number of the first row, responses
+        outputs = []  # number of the first row, responses
         pending = self._begin(0, prompts)
         while pending:
-            lost_rows: list[tuple[int, DataProto]] = []
+            lost_rows = []
             for handle, output in self._rollout.first_outcomes(list(pending)).items():
                 rank, first, rows = pending.pop(handle)
                 if isinstance(output, BaseException):
@@ -221,8 +221,8 @@ class RolloutPool(WeightPublisher):
         ranks = list(self._rollout.ranks)
         handles = self._rollout.start_all(method, [((argument,), {})] * len(ranks))
         pending = dict(zip(handles, ranks, strict=True))
-        outputs: dict[int, Any] = {}
-        failures: dict[int, BaseException] = {}
+        outputs = {}
+        failures = {}
         while pending:
             for handle, output in self._rollout.first_outcomes(list(pending)).items():
                 rank = pending.pop(handle)

@@ -114,7 +114,7 @@ class RunFolder:
         last_step = self.last_step or math.inf  # 0: not known
         for name, kind in (("rollout_data_dir", STEP), ("validation_data_dir", VALIDATION)):
             folder = self._folder_of_key(name)
-            readers: dict[int, Callable[[], list[Sample]]] = {}
+            readers = {}
             files = numbered_paths(folder, "", ".jsonl") if folder else {}
             for step, path in files.items():
                 # A file of a later step was left by another run.
@@ -127,7 +127,7 @@ class RunFolder:
                 return readers
 
         path = self.directory / SAMPLES_FILE
-        samples: dict[int, list[Sample]] = {}
+        samples = {}
         # The same option writes metrics and samples: without metrics, the file is of another run.
         if path.is_file() and self.metrics:
             for sample in _read_samples(path):

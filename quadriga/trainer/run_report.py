@@ -171,7 +171,7 @@ def phase_seconds(metrics: Mapping[int, Mapping[str, float]]) -> tuple[dict[str,
     Returns:
         Seconds of each phase that takes more than `_LEAST_SHARE` of the time, and of all steps.
     """
-    seconds: dict[str, float] = defaultdict(float)
+    seconds = defaultdict(float)
     for values in metrics.values():
         for name, value in values.items():
             phase = name.removeprefix(_PHASES)
@@ -228,7 +228,7 @@ def _score(sample: Sample) -> float:
 
 def _of_distinct_prompts(samples: Sequence[Sample], count: int) -> list[Sample]:
     """The first sample of each prompt, of the first `count` prompts."""
-    first_samples: dict[str, Sample] = {}
+    first_samples = {}
     for sample in samples:
         first_samples.setdefault(sample["input"], sample)
     return list(first_samples.values())[:count]
@@ -318,7 +318,7 @@ def _phase_rows(run: RunFolder) -> Iterator[str]:
 
 def _validation_lines(run: RunFolder) -> list[str]:
     """First and last value of each validation result, one per line."""
-    curves: dict[str, Curve] = defaultdict(list)
+    curves = defaultdict(list)
     for step, values in run.metrics.items():
         for result in validation_results(values):
             curves[f"{result.source} {result.column}"].append((step, result.value))
@@ -363,7 +363,7 @@ def _num_tool_calls(run: RunFolder, step: int) -> int | None:
     """Number of tool calls of a step; None if the run has no tools, or if it is not known."""
     if not run.has_training_responses:
         return None
-    metrics: Mapping[str, float] = run.metrics.get(step, {})
+    metrics = run.metrics.get(step, {})
     if not metrics and run.record.path(step).is_file():
         # A damaged file is reported where its responses are read.
         with suppress(DataError):

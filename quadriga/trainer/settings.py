@@ -309,7 +309,7 @@ def _task_values(text: str, task: str) -> dict[str, Any]:
     values = {}
     for key in leaf_keys(task):
         *sections, name = key.split(".")
-        node: Any = tree
+        node = tree
         for section in sections:
             # A file of another version may lack the section.
             node = node.get(section) if isinstance(node, dict) else None

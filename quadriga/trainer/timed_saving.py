@@ -121,7 +121,7 @@ class TimedSaver(CheckpointSaver):
         num_bytes = 0
         for worker in self.workers.values():
             # Ranks report tensors that they share under the same name.
-            sizes: dict[str, int] = {}
+            sizes = {}
             for sizes_of_rank in worker.checkpoint_bytes():
                 sizes |= sizes_of_rank
             num_bytes += sum(sizes.values())

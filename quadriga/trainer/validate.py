@@ -171,7 +171,7 @@ def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 def _merge_rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the rows of each rollout into one: the first row, with numbers averaged over all."""
-    rows_of_rollout: dict[Hashable, list[dict[str, Any]]] = defaultdict(list)
+    rows_of_rollout = defaultdict(list)
     for number, row in enumerate(rows):
         rows_of_rollout[row.get("rollout_id", number)].append(row)
     merged = []
@@ -219,7 +219,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
     # The mean of n values of 0 or 1 has the variance mean * (1 - mean) / n, which gives n.
     bernoulli_variance = mean * (1 - mean)
-    n: float = num_prompts
+    n = num_prompts
     if bernoulli_variance and variance_of_mean:
         n = bernoulli_variance / variance_of_mean
     # Wilson's interval: (mean + z²/2n ± z sqrt(mean (1 - mean) / n + z²/4n²)) / (1 + z²/n).

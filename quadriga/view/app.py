@@ -3,7 +3,6 @@
 
 import asyncio
 from collections.abc import Collection
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -52,7 +51,7 @@ class ViewApp:
             Route("/static/{name}", self._file),
             Route("/api/{name}", self._answer),
         ]
-        handlers: Any = {
+        handlers = {
             CallError: _respond_to_bad_call,
             QuadrigaError: _respond_to_failure,
             OSError: _respond_to_failure,

@@ -248,7 +248,7 @@ def _index_rows(rows: pa.Table, kind: str, step: int, tokens: TokenTable | None)
     """Make the rows of the index, with the columns of `SCHEMA`, from the rows of a step."""
     num_rows = len(rows)
     prompts = prompt_names(rows)
-    texts: list[str | None] = [None] * num_rows
+    texts = [None] * num_rows
     seen_prompts = set()
     for place, prompt in enumerate(prompts):
         if prompt in seen_prompts:

@@ -66,7 +66,7 @@ def conversation_lanes(run: ViewedRun, step: int) -> Answer:
         # The page shows this note only if `response_lanes` has none either.
         note = f"No lives of rollouts are recorded. {TRACE_KEY} does that for agent loops."
         return {"lanes": [], "note": note}
-    lanes: list[Answer] = []
+    lanes = []
     note = ""
     for path in sorted(folder.glob(f"{step:06d}.*.jsonl")):
         if ".validate." in path.name:

@@ -74,7 +74,7 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
         raise DataError(f"--export {path}", got=got, expected="a file in a folder that exists")
 
     # Collect answers, the most important first, until the file is full.
-    answers: dict[str, str] = {}
+    answers = {}
     notes = []
     overhead = sum(len(read_static(name)) for name in STATIC_FILES)
     num_free_bytes = MAX_EXPORT_BYTES - overhead - _RESERVED_BYTES
@@ -198,7 +198,7 @@ def _embed_page(embedded: str) -> str:
     """The page with its scripts, styles and data inside, and a policy that allows nothing else."""
     page = read_static("index.html").decode()
     # The policy names the scripts and styles by their hashes.
-    hashes: dict[str, list[str]] = {"script": [], "style": []}
+    hashes = {"script": [], "style": []}
     for kind, names in (("style", STYLES), ("script", SCRIPTS)):
         for name in names:
             text = read_static(name).decode()

@@ -64,7 +64,7 @@ def computed_seconds(facts: Mapping[str, Any]) -> dict[str, float]:
     Args:
         facts: facts of the step's file.
     """
-    totals: defaultdict[str, float] = defaultdict(float)
+    totals = defaultdict(float)
     for name, calls in facts.get("calls", {}).items():
         role, _, method = name.rpartition(".")
         if method.startswith(_COMPUTING):

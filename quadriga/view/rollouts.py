@@ -83,8 +83,8 @@ def rollout_rows(
         **_token_means(rows, num_tokens),
     }
     # Responses to a prompt share its text and its data row.
-    previews: dict[str, str] = {}
-    truths: dict[str | None, Any] = {}
+    previews = {}
+    truths = {}
     plain_rows = rows.select([*_PLAIN_COLUMNS, "reward_parts", "row"]).to_pylist()
     for place, row in enumerate(plain_rows):
         prompt = prompts[place]
@@ -234,7 +234,7 @@ def rollout_details(
         got = f"row {place} of {len(rows)}"
         raise DataError(str(path), got=got, expected="a row of the step")
     row = rows.slice(place, 1)
-    details: Answer = row.select(_PLAIN_COLUMNS).to_pylist()[0]
+    details = row.select(_PLAIN_COLUMNS).to_pylist()[0]
     details["reward_error"] = (details["reward_error"] or "")[:MAX_TEXT]
     for name in _JSON_COLUMNS:
         text = row[name][0].as_py()
@@ -247,7 +247,7 @@ def rollout_details(
     response_ids = row["response_ids"][0].values
     # The end of a long prompt: the response goes on from there.
     prompt_start = max(0, len(prompt_ids) - MAX_TOKENS)
-    columns: Answer = {}
+    columns = {}
     for name in _TOKEN_COLUMNS:
         values = row[name][0]
         if values.is_valid:

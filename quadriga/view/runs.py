@@ -146,7 +146,7 @@ class ViewedRun:
     def summary(self) -> Answer:
         """The run's row in the table of runs."""
         metrics = self.metrics()
-        values: Answer = {}
+        values = {}
         last_step = 0
         # `problems` has the error of a file that cannot be read.
         with suppress(DataError):
@@ -227,7 +227,7 @@ class Runs:
 
     def find(self) -> dict[str, ViewedRun]:
         """Look for runs. Return them by name."""
-        names: dict[str, ViewedRun] = {}
+        names = {}
         for root in self._roots:
             for directory in _run_folders(root, _MAX_DEPTH):
                 run = self._runs.get(directory)

@@ -497,7 +497,7 @@ class AsyncBatches(WeightPublisher):
         """Carry out all decisions that the schedule makes now."""
         if not self._has_begun:
             return
-        decisions: list[Decision] = []
+        decisions = []
         # A decision may make room for others.
         new_decisions = self._begun_schedule.decide()
         while new_decisions:
@@ -531,8 +531,8 @@ class AsyncBatches(WeightPublisher):
 
     def _start(self, starts: Sequence[Start]) -> None:
         """Take the prompts of some groups, and start the groups on their workers."""
-        rows_by_worker: dict[int, dict[int, DataProto]] = defaultdict(dict)
-        # Prompts are taken in the order of the schedule.
+        # The rows of each group, by worker. Prompts are taken in the order of the schedule.
+        rows_by_worker = defaultdict(dict)
         for start in starts:
             rows_by_worker[start.worker][start.group] = self._prefetcher.inputs_of(start)
         record = self._schedule_record

@@ -147,7 +147,7 @@ class SimulatedWorker:
 
     def tokens_by_version(self, begin: float, end: float) -> Counter[int]:
         """Tokens of each version in a sample that was decoded between two positions."""
-        tokens: Counter[int] = Counter()
+        tokens = Counter()
         # Each version is used up to the position at which the next one was loaded.
         for (start, version), (stop, _) in pairwise([*self.versions, (float("inf"), 0)]):
             overlap = min(end, stop) - max(begin, start)

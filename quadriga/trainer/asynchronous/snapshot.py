@@ -65,7 +65,7 @@ class Snapshot:
     def pop_reports(self) -> list[SavedResponse] | None:
         """Take the saved responses of all workers. None: some have not reported yet."""
         # In the order in which the workers were asked to save.
-        saved_responses: list[SavedResponse] = []
+        saved_responses = []
         for report in self.reports.values():
             if report is None:
                 return None
