@@ -544,8 +544,9 @@ def verify(checkpoint: Path) -> None:
             raise _damaged_error(checkpoint, f"no {MANIFEST}", "a complete checkpoint") from error
         raise _damaged_error(file, "no such file", "one that was written") from error
     except OSError as error:
-        got = f"{type(error).__name__}: {error.strerror}"
-        raise _damaged_error(file, got, "a file that can be read") from error
+        raise _damaged_error(
+            file, f"{type(error).__name__}: {error.strerror}", "a file that can be read"
+        ) from error
     # The manifest is no JSON, or JSON of another form.
     except (
         ValueError,
@@ -555,8 +556,9 @@ def verify(checkpoint: Path) -> None:
         RecursionError,
         OverflowError,
     ) as error:
-        got = f"no list of files ({type(error).__name__}: {error})"
-        raise _damaged_error(manifest, got, "the list of files") from error
+        raise _damaged_error(
+            manifest, f"no list of files ({type(error).__name__}: {error})", "the list of files"
+        ) from error
 
 
 def _damaged_error(path: Path, got: str, expected: str) -> DamagedCheckpointError:

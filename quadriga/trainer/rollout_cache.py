@@ -124,8 +124,11 @@ class RolloutCache:
             expected = ", ".join(f"{name}={facts[name]}" for name in differing)
             raise self._refusal(path, f"responses with {got}", expected)
         if not self.is_repeated and cached.meta_info[_PROMPTS] != _digest(prompts):
-            expected = f"responses to those of step {prompts.meta_info['global_steps']}"
-            raise self._refusal(path, "responses to other prompts", expected)
+            raise self._refusal(
+                path,
+                "responses to other prompts",
+                f"responses to those of step {prompts.meta_info['global_steps']}",
+            )
 
         # The columns of this step's prompts, in a row for each row of the responses.
         rows = drop_prompt_only(repeat_prompts(prompts, num_samples))
@@ -195,11 +198,13 @@ class RolloutCache:
 
     def _refusal(self, path: Path, got: str, expected: str) -> DataError:
         """The error for a file that cannot be used."""
-        fix = (
-            f"Set {_ROLLOUT}.skip.dump_dir to another folder, delete this file, "
-            f"or turn {_ROLLOUT}.skip off."
+        return DataError(
+            str(path),
+            got=got,
+            expected=expected,
+            fix=f"Set {_ROLLOUT}.skip.dump_dir to another folder, delete this file, "
+            f"or turn {_ROLLOUT}.skip off.",
         )
-        return DataError(str(path), got=got, expected=expected, fix=fix)
 
 
 def _digest(prompts: DataProto) -> str:

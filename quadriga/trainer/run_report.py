@@ -116,8 +116,12 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
         expected = "a step that was written"
         if known_steps:
             expected = f"one of {_step_range(known_steps)}"
-        fix = " ".join(_advice_on_missing_files(run))
-        raise DataError("--step", got=str(step), expected=expected, fix=fix)
+        raise DataError(
+            "--step",
+            got=str(step),
+            expected=expected,
+            fix=" ".join(_advice_on_missing_files(run)),
+        )
 
     yield _state_line(run)
     name, curve = headline_curve(run.metrics)

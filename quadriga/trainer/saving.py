@@ -247,9 +247,11 @@ def load_run_state(directory: Path, step: int) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        got = error.strerror or str(error)
         raise DamagedCheckpointError(
-            str(path), got=got, expected="the state of a run", fix=_FIX
+            str(path),
+            got=error.strerror or str(error),
+            expected="the state of a run",
+            fix=_FIX,
         ) from error
     state = _parse_state(content, path)
     step_of_state = state.get("step") if isinstance(state, dict) else None

@@ -231,8 +231,7 @@ def rollout_details(
     stamp = stamp_of(path) if path.is_file() else None
     rows = _detail_rows(record, step, kind, stamp)
     if not 0 <= place < len(rows):
-        got = f"row {place} of {len(rows)}"
-        raise DataError(str(path), got=got, expected="a row of the step")
+        raise DataError(str(path), got=f"row {place} of {len(rows)}", expected="a row of the step")
     row = rows.slice(place, 1)
     details = row.select(_PLAIN_COLUMNS).to_pylist()[0]
     details["reward_error"] = (details["reward_error"] or "")[:MAX_TEXT]

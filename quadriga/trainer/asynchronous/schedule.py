@@ -226,12 +226,12 @@ class Schedule:
             return False
         first_version = state.sample_versions[sample]
         if oldest is not None and oldest < first_version:
-            got = (
-                f"a token of version {oldest} from worker {worker}, in a sample that it began with "
-                f"version {first_version}"
+            raise RolloutError(
+                "async_training",
+                got=f"a token of version {oldest} from worker {worker}, in a sample that it began "
+                f"with version {first_version}",
+                expected=f"version {first_version} or newer",
             )
-            expected = f"version {first_version} or newer"
-            raise RolloutError("async_training", got=got, expected=expected)
 
         # A sample without generated tokens keeps the version that it began with.
         if oldest is not None:
@@ -356,9 +356,9 @@ class Schedule:
             groups.append(
                 [group.number, group.batch, group.row, sample_versions, unfinished, group.is_kept]
             )
-        batches = {}
-        for step, batch in self._batches.items():
-            batches[step] = [batch.num_wanted, batch.num_rows]
+        batches = {
+            step: [batch.num_wanted, batch.num_rows] for step, batch in self._batches.items()
+        }
         return {"num_groups": self.num_groups, "groups": groups, "batches": batches}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -672,9 +672,9 @@ class Schedule:
         for number in numbers:
             staleness = version - self.groups[number].oldest
             if not 0 <= staleness <= self.rules.max_staleness:
-                got = (
-                    f"group {number} with a token {staleness} versions older than step {step} "
-                    "begins with"
+                raise RolloutError(
+                    "async_training",
+                    got=f"group {number} with a token {staleness} versions older than step {step} "
+                    "begins with",
+                    expected=f"0 to {self.rules.max_staleness}",
                 )
-                expected = f"0 to {self.rules.max_staleness}"
-                raise RolloutError("async_training", got=got, expected=expected)

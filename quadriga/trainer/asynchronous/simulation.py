@@ -184,7 +184,7 @@ class Simulation:
         self.published = 0  # newest version that can be loaded
         self.places: dict[int, tuple[int, int]] = {}  # batch and row of each group, both from 0
         self.tokens: dict[int, Counter[int]] = {}  # tokens of each group by version
-        self.awaited: dict[int, list[int]] = {}  # workers that wait for a version
+        self.awaited: dict[int, int] = {}  # version that each waiting worker waits for
         self.ages: Counter[int] = Counter()
 
     def run(self) -> SimulationResult:
@@ -222,11 +222,9 @@ class Simulation:
                     if version <= self.published:
                         self.after(self.load_s(worker), partial(self.loaded, worker, version))
                     else:
-                        self.awaited.setdefault(version, []).append(worker)
+                        self.awaited[worker] = version
                 case Resume(worker):
-                    for waiting_workers in self.awaited.values():
-                        if worker in waiting_workers:
-                            waiting_workers.remove(worker)
+                    self.awaited.pop(worker, None)
                     self.pause(worker, False)
                 case HandOver():
                     self.train(decision)
@@ -327,8 +325,10 @@ class Simulation:
         """Event: weights can be loaded from now on."""
         self.published = version
         self.schedule.has_published(version)
-        for worker in self.awaited.pop(version, []):
-            self.after(self.load_s(worker), partial(self.loaded, worker, version))
+        for worker, awaited_version in tuple(self.awaited.items()):
+            if awaited_version == version:
+                del self.awaited[worker]
+                self.after(self.load_s(worker), partial(self.loaded, worker, version))
 
 
 def recorded(

@@ -37,8 +37,11 @@ def measure_staleness(batch: DataProto, step: int, rules: Rules) -> dict[str, Me
     batch.batch["token_staleness"] = staleness
     ages = staleness[mask]
     if len(ages) and (ages.min() < 0 or ages.max() > rules.max_staleness):
-        got = f"step {step}: tokens {ages.min()} to {ages.max()} versions old"
-        raise RolloutError("async_training", got=got, expected=f"0 to {rules.max_staleness}")
+        raise RolloutError(
+            "async_training",
+            got=f"step {step}: tokens {ages.min()} to {ages.max()} versions old",
+            expected=f"0 to {rules.max_staleness}",
+        )
 
     # Masked tokens have version -1, which must not count as the oldest one of a row.
     oldest = versions.masked_fill(~mask, int(versions.max())).amin(-1)
