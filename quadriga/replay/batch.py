@@ -171,6 +171,7 @@ class RecordedStep:
                 fix="Put data.train_files and data.train_batch_size back as they were in the run.",
             )
         rows = prompts.select_idxs([places[uid] for uid in uids])
+        # The uid counts prompts, so after a change of the data it may name another row.
         recorded_sources = self._optional_values("source_row")
         sources = rows.non_tensor_batch.get("source_row")
         if recorded_sources is not None and sources is not None:

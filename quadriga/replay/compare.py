@@ -88,6 +88,7 @@ def compare_rows(recorded: pa.Table, replayed: pa.Table) -> list[Comparison]:
     for name, column in COLUMNS.items():
         if column.group in _NOT_COMPARED or name in _NOT_COMPARABLE:
             continue
+        # A replay that ends with the rewards or the advantages lacks later columns.
         if _has_values(recorded, name) and _has_values(replayed, name):
             old_values = recorded.column(name).to_pylist()
             new_values = replayed.column(name).to_pylist()
@@ -210,6 +211,7 @@ def compare_metrics(
         if name.startswith(_MACHINE_METRICS):
             continue
         new = replayed.get(name)
+        # Nothing is generated again, so metrics of generation are in the record alone.
         if new is None:
             recorded_alone.append(name)
         elif old == new or (math.isnan(old) and math.isnan(new)):

@@ -29,6 +29,7 @@ def describe_replay(replayed: ReplayResult, uid: str = "") -> Iterator[str]:
         yield from _describe_prompt(replayed, uid_of(replayed.recorded.rows, uid))
     elif replayed.is_edited or replayed.until == REWARDS:
         yield from _describe_changed_rows(replayed)
+    # An edited step is meant to differ.
     if not replayed.is_edited:
         yield from _describe_columns(replayed)
     yield from _describe_metrics(replayed)
@@ -98,6 +99,7 @@ def _describe_verdict(replayed: ReplayResult) -> str:
         step += f" up to its {replayed.until}"
     if replayed.is_edited:
         return f"{step}: with the edits, as above; the run is unchanged"
+    # Without an obstacle every bit must be equal; with one, differences of rounding are expected.
     is_identical = all(entry.is_equal for entry in (*replayed.columns, *replayed.metrics))
     if is_identical:
         return f"{step}: equal bit for bit"

@@ -240,6 +240,7 @@ def _edits_to_overrides(edits: Sequence[str]) -> list[str]:
                 fix="`quadriga config keys WORDS` lists keys.",
             )
         if name == "reward":
+            # Without a name the function is `compute_score`, as in custom_reward_function.
             path, colon, function = value.rpartition(":")
             if not colon:
                 path = value
@@ -454,6 +455,7 @@ def _earlier_difference(trainer: ReplayTrainer) -> str:
         if step == trainer.last_step:
             break
         columns = compare_rows(trainer.recorded.read(step).rows, replayed.read(step).rows)
+        # The first difference causes the later ones, so only that one is described.
         names = [entry.name for entry in columns if not entry.is_equal]
         if names:
             return f"step {step} differs in {', '.join(names)}"
@@ -477,6 +479,7 @@ def _iterate_steps(trainer: ReplayTrainer) -> Any:
 def _find_obstacle(config: Config, recorded: StepRecord) -> str:
     """Why the numbers of a replay need not be equal bit for bit; "" if they should be."""
     ranks = training_ranks(config)
+    # Several ranks add gradients in another order than one process.
     if ranks > 1:
         return f"the run had {ranks} ranks"
     if config.trainer.backend != "local":

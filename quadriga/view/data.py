@@ -124,6 +124,7 @@ class ViewData:
         """
         run = self._run(query)
         index = self.index(run)
+        # Read first: if more steps are indexed meanwhile, the page asks again.
         answer = self.progress(query)
         for kind in (STEP, VALIDATION):
             steps = run.record.steps(kind)

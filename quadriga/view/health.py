@@ -307,6 +307,7 @@ def _curve(
     """Finite values of a metric by step. `rows/NAME` is a number of the index for each group."""
     curve = {}
     if name.startswith("rows/"):
+        # A share of the groups, so that steps with different numbers of groups compare.
         for step, numbers in sorted(rows.items()):
             if numbers.get("groups"):
                 curve[step] = numbers[name.removeprefix("rows/")] / numbers["groups"]

@@ -72,6 +72,7 @@ def _data_url(entry: Any, folder: Path) -> str:
         content = path.read_bytes()
     if not isinstance(content, bytes) or len(content) > MAX_BYTES:
         return ""
+    # A row may name any file, and only images must reach the page.
     for begin, name in _FORMATS.items():
         if content.startswith(begin):
             return f"data:image/{name};base64,{base64.b64encode(content).decode()}"

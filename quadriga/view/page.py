@@ -171,6 +171,7 @@ def _step_queries(data: ViewData, steps: Sequence[int] | None) -> list[dict[str,
     queries = []
     for name in data.names():
         for kind in _KINDS:
+            # A run need not have all of the steps that the user names.
             recorded_steps = data.run(name).record.steps(kind)
             exported_steps = default_steps(recorded_steps)
             if steps is not None:

@@ -193,6 +193,7 @@ def matching_rows(
     text = text.casefold()
     places = []
     for place in range(len(rows)):
+        # One row at a time, since the texts of a step may be large.
         texts = [rows[name][place].as_py() or "" for name in text_columns]
         if tokens is not None:
             texts += [tokens.decode(rows[name][place].as_py()) for name in id_columns]
@@ -290,6 +291,7 @@ def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> Answer:
     """
     if tokens is None:
         return {"ids": ids, "texts": [f"⟨{number}⟩" for number in ids], "special": []}
+    # A character may consist of several tokens: the decoder keeps its first bytes until the last.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = []
     special_places = []

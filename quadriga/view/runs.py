@@ -61,6 +61,7 @@ class ViewedRun:
             self._metrics_problem = (
                 f"There is no {METRICS_FILE}: trainer.logger is without jsonl, or no step is done."
             )
+        # The page goes on showing the metrics that were read before.
         except (OSError, DataError, TypeError, ValueError) as error:
             self._metrics_problem = describe_error(error)
         return self._metrics
