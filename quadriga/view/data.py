@@ -148,25 +148,21 @@ class ViewData:
 
     def rollouts(self, query: Query) -> Answer:
         """Rollouts of a step without their tokens."""
-        run = self._run(query)
         step, kind = _parse_step(query)
-        rows = rollout_rows(run.record, step, kind, run.response_limit(), run.tokens())
-        return {"rows": rows}
+        return {"rows": rollout_rows(self._run(query), step, kind)}
 
     def search(self, query: Query) -> Answer:
         """Rows of a step that contain a text."""
-        run = self._run(query)
         step, kind = _parse_step(query)
-        text = query.get("text", "")
-        return {"places": matching_rows(run.record, step, kind, text, run.tokens())}
+        places = matching_rows(self._run(query), step, kind, query.get("text", ""))
+        return {"places": places}
 
     def rollout(self, query: Query) -> Answer:
         """A rollout with its tokens."""
-        run = self._run(query)
         step, kind = _parse_step(query)
         place = _parse_integer(query, "place")
         start = max(0, _parse_integer(query, "start"))
-        return rollout_details(run.record, step, kind, place, run.tokens(), start)
+        return rollout_details(self._run(query), step, kind, place, start)
 
     def images(self, query: Query) -> Answer:
         """Images in the data row of a rollout."""

@@ -25,7 +25,7 @@ from quadriga.view.index import (
     trained_column,
     truncated_rows,
 )
-from quadriga.view.runs import Answer, stamp_of
+from quadriga.view.runs import Answer, ViewedRun, stamp_of
 
 MAX_TOKENS = 20_000
 """Tokens of a response that are sent at once. The page asks for more as it needs them."""
@@ -51,17 +51,13 @@ _TOKEN_COLUMNS = [
 ]
 
 
-def rollout_rows(
-    record: RecordFolder, step: int, kind: str, limit: int, tokens: TokenTable | None
-) -> list[Answer]:
+def rollout_rows(run: ViewedRun, step: int, kind: str) -> list[Answer]:
     """Read the rollouts of a step without their tokens.
 
     Args:
-        record: the record of a run.
+        run: the run.
         step: the step.
         kind: `STEP` or `VALIDATION`.
-        limit: longest response in tokens; 0 if it is not known.
-        tokens: texts of the tokens. None: ids are shown.
 
     Returns:
         For each rollout its plain columns, lengths, means over its tokens, the end of its prompt,
@@ -71,13 +67,14 @@ def rollout_rows(
         DataError: the step is not recorded, or its file is damaged.
     """
     columns = [*_PLAIN_COLUMNS, *_LIST_COLUMNS, "reward_parts", "row"]
-    rows = record.read(step, kind, columns).rows
+    rows = run.record.read(step, kind, columns).rows
+    tokens = run.tokens()
     num_tokens = row_lengths(rows["response_mask"])
     prompts = prompt_names(rows)
     columns_of_page = {
         "place": range(len(rows)),
         "prompt": prompts,
-        "truncated": truncated_rows(rows, limit).tolist(),
+        "truncated": truncated_rows(rows, run.response_limit()).tolist(),
         "length": num_tokens.tolist(),
         "prompt_length": row_lengths(rows["prompt_ids"]).tolist(),
         **_token_means(rows, num_tokens),
@@ -167,19 +164,17 @@ def round_values(values: np.ndarray) -> list[float | None]:
     return result.tolist()
 
 
-def matching_rows(
-    record: RecordFolder, step: int, kind: str, text: str, tokens: TokenTable | None
-) -> list[int]:
+def matching_rows(run: ViewedRun, step: int, kind: str, text: str) -> list[int]:
     """Find the rollouts of a step that contain a text, whatever its case is.
 
-    Prompts, responses, messages, data rows and errors of graders are searched.
+    Prompts, responses, messages, data rows and errors of graders are searched; without a table of
+    tokens, prompts and responses are not.
 
     Args:
-        record: the record of a run.
+        run: the run.
         step: the step.
         kind: `STEP` or `VALIDATION`.
         text: the text.
-        tokens: texts of the tokens. None: prompts and responses are not searched.
 
     Returns:
         Numbers of the rollouts in the file of the step.
@@ -189,7 +184,8 @@ def matching_rows(
     """
     text_columns = ("messages", "row", "reward_error")
     id_columns = ("prompt_ids", "response_ids")
-    rows = record.read(step, kind, [*id_columns, *text_columns]).rows
+    rows = run.record.read(step, kind, [*id_columns, *text_columns]).rows
+    tokens = run.tokens()
     text = text.casefold()
     places = []
     for place in range(len(rows)):
@@ -202,22 +198,14 @@ def matching_rows(
     return places
 
 
-def rollout_details(
-    record: RecordFolder,
-    step: int,
-    kind: str,
-    place: int,
-    tokens: TokenTable | None,
-    start: int = 0,
-) -> Answer:
+def rollout_details(run: ViewedRun, step: int, kind: str, place: int, start: int = 0) -> Answer:
     """Read a rollout with its tokens and their numbers.
 
     Args:
-        record: the record of a run.
+        run: the run.
         step: the step.
         kind: `STEP` or `VALIDATION`.
         place: number of the rollout in the file of the step.
-        tokens: texts of the tokens. None: ids are shown.
         start: first token of the response that is sent. At most `MAX_TOKENS` are.
 
     Returns:
@@ -228,9 +216,9 @@ def rollout_details(
     Raises:
         DataError: the step is not recorded, its file is damaged, or it has no such row.
     """
-    path = record.path(step, kind)
+    path = run.record.path(step, kind)
     stamp = stamp_of(path) if path.is_file() else None
-    rows = _detail_rows(record, step, kind, stamp)
+    rows = _detail_rows(run.record, step, kind, stamp)
     if not 0 <= place < len(rows):
         raise DataError(str(path), got=f"row {place} of {len(rows)}", expected="a row of the step")
     row = rows.slice(place, 1)
@@ -245,6 +233,7 @@ def rollout_details(
             details[name] = None if text is None else json.loads(text)
     prompt_ids = row["prompt_ids"][0].values
     response_ids = row["response_ids"][0].values
+    tokens = run.tokens()
     # The end of a long prompt: the response goes on from there.
     prompt_start = max(0, len(prompt_ids) - MAX_TOKENS)
     columns = {}
