@@ -131,8 +131,8 @@ class Prefetcher:
         """Take the groups that are handed over.
 
         Returns:
-            The decision; the rows of each group by its number; and the filter of the batch, which is None without
-            dynamic sampling.
+            The decision; the rows of each group by its number; and the filter of the batch, which
+            is None without dynamic sampling.
         """
         handed = self.handed
         assert handed is not None, "the caller has waited for it"
