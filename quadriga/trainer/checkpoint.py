@@ -198,9 +198,10 @@ class Checkpoints:
             yield
         except (OSError, CheckpointError) as error:
             self.abandon(step)
-            got = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
             if isinstance(error, CheckpointError):
                 got = f"{error.where}: {error.got}"
+            else:
+                got = f"{type(error).__name__}: {error.strerror or error}"
             newest = self.newest()
             advice = f"Step {newest} is still there to resume from."
             if newest is None:
