@@ -602,8 +602,7 @@ def _samples_of(
         texts = row[responses]
         if isinstance(texts, str):
             texts = [texts]
-        # At least one text, and nothing else.
-        is_list = isinstance(texts, list) and bool(texts)
+        is_list = isinstance(texts, list) and len(texts) > 0
         if not is_list or not all(isinstance(text, str) for text in texts):
             raise DataError(
                 f"{place}, column {responses!r}",

@@ -121,8 +121,7 @@ class Preflight:
         self.models = sizes or []
         self._tokenizer = self._try(build_tokenizer, config)
         if self._tokenizer is not None:
-            context = self._try(prompt_context, config, self._tokenizer)
-            self._context = context or NO_CONTEXT
+            self._context = self._try(prompt_context, config, self._tokenizer) or NO_CONTEXT
 
     def try_data_and_rewards(self) -> None:
         """Read the data, and grade the first row."""

@@ -160,8 +160,8 @@ def _step_range(steps: Sequence[int]) -> str:
 
 def headline_curve(metrics: Mapping[int, Mapping[str, float]]) -> tuple[str, Curve]:
     """Return the name and the curve of the main metric: the mean reward, or else the loss."""
-    reward_and_loss = HEADLINES[:2]
-    for headline in reward_and_loss:
+    # The first two headlines are the mean reward and the loss.
+    for headline in HEADLINES[:2]:
         for source in headline.sources:
             curve = [(step, values[source]) for step, values in metrics.items() if source in values]
             if curve:

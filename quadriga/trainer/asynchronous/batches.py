@@ -575,8 +575,7 @@ class AsyncBatches(WeightPublisher):
                 return None if pause.is_over else self._workers.weights.get(version)
 
         keeps_cache = self._config.async_training.kv_on_update == "keep"
-        stream = self._workers.streams[worker]
-        done = stream.load(weights, version, keeps_cache=keeps_cache)
+        done = self._workers.streams[worker].load(weights, version, keeps_cache=keeps_cache)
         done.add_done_callback(partial(self._end_load, worker, version))
 
     def _end_load(self, worker: int, version: int, done: Future[int]) -> None:

@@ -272,15 +272,12 @@ class StreamWorkers:
 
     def remove(self, lost: Collection[RemoteStream]) -> list[int]:
         """Remove lost streams. Returns the numbers of those that had become workers."""
-        for number, stream in tuple(self.joining.items()):
-            if stream in lost:
-                del self.joining[number]
-        numbers = []
-        for number, stream in tuple(self.streams.items()):
-            if stream in lost:
-                numbers.append(number)
-                del self.streams[number]
-                self.idle_since.pop(number, None)
+        for number in [number for number, stream in self.joining.items() if stream in lost]:
+            del self.joining[number]
+        numbers = [number for number, stream in self.streams.items() if stream in lost]
+        for number in numbers:
+            del self.streams[number]
+            self.idle_since.pop(number, None)
         return numbers
 
     def forget_weights(self, used_versions: Iterable[int]) -> None:
@@ -293,6 +290,5 @@ class StreamWorkers:
         oldest = min(used_versions)
         if self.pool is None:
             oldest += 1
-        for version in tuple(self.weights):
-            if version < oldest:
-                del self.weights[version]
+        for version in [version for version in self.weights if version < oldest]:
+            del self.weights[version]
