@@ -36,7 +36,7 @@ from quadriga.observe.records import STEP, VALIDATION, TokenTable
 from quadriga.view.ranks import computed_seconds
 from quadriga.view.runs import ViewedRun, describe_error, nested_values, stamp_of
 
-_VERSION = 2
+_VERSION = 3
 _METADATA = b"quadriga_view"
 _READ_COLUMNS = (
     *("uid", "source_row", "agent", "data_source", "score", "reward", "finish_reason"),
@@ -45,9 +45,7 @@ _READ_COLUMNS = (
 )
 SCHEMA = pa.schema(
     [
-        ("kind", pa.string()),
         ("step", pa.int32()),
-        ("place", pa.int32()),  # number of the rollout in the file of the step
         ("prompt", pa.string()),  # see `prompt_names`
         ("score", pa.float32()),
         ("text", pa.string()),  # end of the prompt; null but in the first row of a prompt
@@ -161,7 +159,7 @@ class RunIndex:
             entry = IndexedStep(stamps[kind, step])
             try:
                 record = self.run.record.read(step, kind, _READ_COLUMNS)
-                entry.rows = _index_rows(record.rows, kind, step, tokens)
+                entry.rows = _index_rows(record.rows, step, tokens)
                 reasons = record.rows["not_computed"].drop_null().to_pylist()
                 entry.reasons = dict(Counter(reasons))
                 entry.numbers = _step_numbers(record.rows, limit)
@@ -244,11 +242,10 @@ def truncated_rows(rows: pa.Table, limit: int) -> np.ndarray:
     return is_named | (is_at_limit & reasons.is_null().to_numpy())
 
 
-def _index_rows(rows: pa.Table, kind: str, step: int, tokens: TokenTable | None) -> pa.Table:
+def _index_rows(rows: pa.Table, step: int, tokens: TokenTable | None) -> pa.Table:
     """Make the rows of the index, with the columns of `SCHEMA`, from the rows of a step."""
-    num_rows = len(rows)
     prompts = prompt_names(rows)
-    texts = [None] * num_rows
+    texts = [None] * len(rows)
     seen_prompts = set()
     for place, prompt in enumerate(prompts):
         if prompt in seen_prompts:
@@ -259,9 +256,7 @@ def _index_rows(rows: pa.Table, kind: str, step: int, tokens: TokenTable | None)
         texts[place] = preview(ids, tokens)
     return pa.table(
         {
-            "kind": [kind] * num_rows,
-            "step": [step] * num_rows,
-            "place": range(num_rows),
+            "step": [step] * len(rows),
             "prompt": prompts,
             "score": rows["score"],
             "text": texts,
