@@ -36,12 +36,11 @@ _PREVIEW_CHARACTERS = 240
 _ERROR_CHARACTERS = 600
 _PLAIN_COLUMNS = (
     *("rollout_id", "uid", "agent", "source_row", "data_source", "score", "reward"),
-    *("reward_baseline", "reward_error", "finish_reason", "num_turns", "not_computed"),
-    *("image_hash", "row_index", "position"),
+    *("reward_baseline", "reward_error", "finish_reason", "not_computed", "image_hash"),
 )
 _LIST_COLUMNS = (
     *("prompt_ids", "response_ids", "response_mask", "trained_mask", "rollout_log_probs"),
-    *("log_probs", "entropies", "advantages", "token_versions", "token_staleness"),
+    *("log_probs", "entropies", "advantages", "token_staleness"),
 )
 _JSON_COLUMNS = ("turn_spans", "tool_rewards", "turn_scores", "messages", "reward_parts", "row")
 _TOKEN_COLUMNS = [
@@ -76,7 +75,6 @@ def rollout_rows(run: ViewedRun, step: int, kind: str) -> list[Answer]:
         "prompt": prompts,
         "truncated": truncated_rows(rows, run.response_limit()).tolist(),
         "length": num_tokens.tolist(),
-        "prompt_length": row_lengths(rows["prompt_ids"]).tolist(),
         **_token_means(rows, num_tokens),
     }
     # Responses to a prompt share its text and its data row.
@@ -122,9 +120,8 @@ def _token_means(rows: pa.Table, num_tokens: np.ndarray) -> dict[str, list[float
     num_generated = row_sums(rows["response_mask"])
     divisor = np.maximum(num_generated, 1)
     means = {"generated": num_generated, "trained": row_sums(trained_column(rows))}
-    for name, column in (("advantage", "advantages"), ("rollout_log_prob", "rollout_log_probs")):
-        if rows[column].null_count == 0:
-            means[name] = row_sums(rows[column], mask) / divisor
+    if rows["advantages"].null_count == 0:
+        means["advantage"] = row_sums(rows["advantages"], mask) / divisor
     # Rows that the update did not compute have no values of the trainer. `flat_values` leaves out
     # their tokens, which `is_known_token` selects from columns that have all rows.
     is_known = ~rows["log_probs"].is_null().to_numpy()
