@@ -359,7 +359,7 @@ def _load(path: Path) -> dict[tuple[str, int], IndexedStep]:
         start = 0
         # In the order in which `_save` writes them.
         for kind, step, stamp, numbers, reasons, problem, num_rows in facts["steps"]:
-            entry = IndexedStep((stamp[0], stamp[1]), numbers, reasons, problem)
+            entry = IndexedStep(tuple(stamp), numbers, reasons, problem)
             entry.rows = table.slice(start, num_rows).replace_schema_metadata()
             start += num_rows
             steps[kind, step] = entry

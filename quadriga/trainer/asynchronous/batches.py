@@ -579,7 +579,7 @@ class AsyncBatches(WeightPublisher):
         done.add_done_callback(partial(self._end_load, worker, version))
 
     def _end_load(self, worker: int, version: int, done: Future[int]) -> None:
-        """Handle the end of a load. The worker may have continued without the weights."""
+        """Report to the schedule that a worker has loaded weights, and release older copies."""
         with self._deciding(), self._changed:
             num_steps = done.result()
             # The worker may be lost, or have continued without the weights (`Resume`).

@@ -454,19 +454,18 @@ class Schedule:
         finishes_first = self.rules.in_flight == "finish" and not self.rules.deterministic
         candidates = []
         for number, worker in self.workers.items():
-            version = worker.version
-            if worker.loading is not None:
-                # It will begin samples with the weights that it is loading.
-                version = worker.loading
-                if version > self.published:
-                    continue
-            elif finishes_first and version < self.published:
-                # It must become empty before it can load weights.
-                continue
+            is_loading = worker.loading is not None
+            # A worker that is loading weights will begin samples with those.
+            version = worker.loading if is_loading else worker.version
+            # It begins none before these weights are published.
+            is_paused = is_loading and version > self.published
+            # With "finish" it begins none before it is empty and has loaded the newest weights.
+            is_draining = not is_loading and finishes_first and version < self.published
             num_running = len(worker.running)
             # A worker without samples takes a group that is larger than its capacity.
             has_room = worker.capacity is None or num_running + size <= worker.capacity
-            if (has_room or not num_running) and self.may_start(version, batch):
+            is_free = (has_room or not num_running) and not is_paused and not is_draining
+            if is_free and self.may_start(version, batch):
                 candidates.append((num_running, number))
         if not candidates:
             return None
