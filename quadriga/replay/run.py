@@ -204,7 +204,7 @@ def replay(request: ReplayRequest) -> ReplayResult:
         trainer.debugged_phase = request.until
         trainer.last_step = request.step
         try:
-            rows, metrics = _replay_step(trainer, request.step)
+            rows, metrics = _replay_step(trainer)
             earlier = _earlier_difference(trainer)
         finally:
             run.close()
@@ -432,18 +432,18 @@ def _train_to_previous_step(config: Config, start: ReplayStart) -> Path:
     return trainer.checkpoints.path(start.step - 1)
 
 
-def _replay_step(trainer: ReplayTrainer, number: int) -> tuple[pa.Table, dict[str, float]]:
-    """Train up to a step. Return its rows with the columns of the record, and its metrics."""
+def _replay_step(trainer: ReplayTrainer) -> tuple[pa.Table, dict[str, float]]:
+    """Train up to the replayed step. Return its rows, as they are recorded, and its metrics."""
     config = trainer.config
     try:
         for step in _iterate_steps(trainer):
-            if step.number == number:
+            if step.number == trainer.last_step:
                 break
     except PhaseReachedError as end:
         return record_table(end.batch, config.data), end.metrics
     # A replay records its own steps, in a thread.
     trainer.recorder.finish()
-    replayed = RecordFolder(config.trainer.directory).read(number)
+    replayed = RecordFolder(config.trainer.directory).read(trainer.last_step)
     return replayed.rows, replayed.facts["metrics"]
 
 
