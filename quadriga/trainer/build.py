@@ -39,7 +39,7 @@ from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.responses import ModelReward
 from quadriga.trainer.roles import Needs, Role
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
-from quadriga.trainer.serving import TrainingServer, check_server, serve_rollout
+from quadriga.trainer.serving import TrainingServer, check_server
 from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrainer
 from quadriga.workers import (
     ActorRolloutRefWorker,
@@ -220,7 +220,8 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
                 choices["asynchronous"] = (
                     f"staleness up to {overlap.max_staleness}, in versions; {overlap.in_flight}"
                 )
-            server = serve_rollout(config, tokenizer, rollout_of(team))
+            if config.actor_rollout_ref.rollout.serve.enable:
+                server = TrainingServer(config, tokenizer, rollout_of(team))
     except BaseException:
         # Graders and workers are processes, which would otherwise keep running.
         if reward is not None:

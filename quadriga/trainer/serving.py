@@ -98,15 +98,6 @@ class TrainingServer:
             self._file.unlink()
 
 
-def serve_rollout(
-    config: Config, tokenizer: Any, rollout: WorkerGroup[Any]
-) -> TrainingServer | None:
-    """Start the server of a run, if the configuration asks for one; see `TrainingServer`."""
-    if not config.actor_rollout_ref.rollout.serve.enable:
-        return None
-    return TrainingServer(config, tokenizer, rollout)
-
-
 def _exchange(
     rollout: WorkerGroup[Any], rank: int, calls: Sequence[Any], cancelled: Collection[int]
 ) -> Any:
