@@ -188,9 +188,7 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
         with timeline.part("data"):
             context = prompt_context(config, tokenizer)
             train = build_train_loader(config, tokenizer, context, parts)
-            val = None
-            if config.data.val_files or parts.val is not None:
-                val = build_val_loader(config, tokenizer, context, parts)
+            val = build_val_loader(config, tokenizer, context, parts)
         if config.task == "rl":
             with timeline.part("rewards"):
                 make_reward = parts.reward or partial(build_reward, config, tokenizer, train, val)
@@ -595,7 +593,7 @@ def build_train_loader(
 def build_val_loader(
     config: Config, tokenizer: Any, context: PromptContext, parts: Replacements = NO_PARTS
 ) -> Any:
-    """Build the loader of all validation rows.
+    """Build the loader of all validation rows; None if there are none.
 
     They are in the order of their files unless `data.validation_shuffle` is set.
 
@@ -608,6 +606,8 @@ def build_val_loader(
     data = config.data
     rows = parts.val
     if rows is None:
+        if not data.val_files:
+            return None
         rows = _load_dataset(config, tokenizer, context, is_train=False)
     return create_dataloader(
         rows,

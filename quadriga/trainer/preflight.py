@@ -132,7 +132,7 @@ class Preflight:
         if self._tokenizer is not None:
             if "data.train_files" not in self._wrong_keys:
                 train = self._try(build_train_loader, config, self._tokenizer, self._context)
-            if "data.val_files" not in self._wrong_keys and data.val_files:
+            if "data.val_files" not in self._wrong_keys:
                 val = self._try(build_val_loader, config, self._tokenizer, self._context)
 
         if config.task == "rl" and "custom_reward_function.path" not in self._wrong_keys:

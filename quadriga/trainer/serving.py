@@ -76,7 +76,7 @@ def start_server(
 
 
 class TrainingServer:
-    """The server of a run. Its address is printed, and written with its API key to the run's directory.
+    """The server of a run, whose address and API key are in a file in the run's directory.
 
     Args:
         config: the resolved configuration.
