@@ -40,8 +40,6 @@ SIZES: dict[str, int] = {
 
 # Short functions with one caller that are worth their name: "file:function" and why.
 SHORT_AND_WORTH_IT: dict[str, str] = {
-    "quadriga/trainer/asynchronous/snapshot.py:rows_to_tensors": "half of a pair with `tensors_to_rows`",
-    "quadriga/trainer/asynchronous/snapshot.py:tensors_to_rows": "half of a pair with `rows_to_tensors`",
     "quadriga/engines/parallel/tensor.py:_colwise_gathered_forward": "the forward of a module",
     "quadriga/data/rl_dataset.py:RLHFDataset.items_by_entry": "what a mixture asks of a data set, users' own too",
     "quadriga/data/loading.py:_begin_worker": "what torch calls in each process of a loader",
