@@ -269,6 +269,26 @@ def describe_update(config: Config, role: str, plan: RolePlan) -> str:
     )
 
 
+def describe_rollout(config: Config, plan: RolePlan) -> str:
+    """Describe the memory of a rollout beside training on accelerators; "" if it takes none.
+
+    Args:
+        config: the configuration.
+        plan: model and ranks of the actor.
+    """
+    pools = role_pools(config.trainer, enabled_roles(config))
+    num_bytes = _rollout_weights(config, plan)
+    if config.task != "rl" or pools.get("rollout") != pools.get("actor") or not num_bytes:
+        return ""
+    memory = f"its own copy of the weights takes {num_bytes / 1e9:.3g} GB"
+    if _reserves_memory(config):
+        memory = f"the rollout takes {rollout_share(config):g} of the device"
+    while_training = "and as much while the models train (free_cache_engine=false)"
+    if config.actor_rollout_ref.rollout.free_cache_engine:
+        while_training = "and none while the models train"
+    return f"on an accelerator {memory} while it generates, {while_training}"
+
+
 def predict_phases(
     config: Config, plans: Mapping[str, RolePlan], role: str, device_bytes: float
 ) -> list[Phase]:
@@ -475,8 +495,11 @@ def _rollout_bytes_while_training(config: Config, plan: RolePlan, device_bytes: 
     """Bytes that the rollout keeps on the device while the models train."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.traits.computes_in == "caller":
-        packed_bytes = 0.0 if rollout.free_cache_engine else _packed_bytes(config, plan)
-        return _rollout_weights(config, plan) + packed_bytes
+        weights = _rollout_weights(config, plan)
+        if not rollout.free_cache_engine:
+            return weights + _packed_bytes(config, plan)
+        # Its sleep frees the copy on an accelerator.
+        return weights if plan.is_on_cpu else 0.0
     if rollout.free_cache_engine or not _reserves_memory(config):
         return 0.0
     return rollout_share(config) * device_bytes

@@ -64,6 +64,11 @@ class RolloutGroup:
         """Whether this rank takes requests."""
         return self.rank == 0
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether CUDA graphs may contain sums over the ranks, as those of NCCL, and not of gloo."""
+        return dist.get_backend(self.tensors) == "nccl"
+
     def broadcast(self, message: Any) -> None:
         """Send a message from the leader to all members.
 

@@ -392,6 +392,9 @@ class RolloutEngine(WeightTarget, ABC):
         """Shards of the weights for this rank of a group, by the trainer's names."""
         raise NotImplementedError
 
+    def allocate_weights(self) -> None:
+        """Allocate memory for weights that a sleep has freed, before shards are written into it."""
+
     def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Compute with these tensors from now on; for engines that take shards.
 

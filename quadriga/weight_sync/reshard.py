@@ -158,6 +158,7 @@ class ReshardedWeights:
         if target is not None:
             wanted_shards = target.wanted_shards()
             target.weight_version = -1
+            target.allocate_weights()
         # Layouts do not change during a run, so all publications use the plan of the first one.
         if self._group is None:
             self._connect(held, wanted_shards)

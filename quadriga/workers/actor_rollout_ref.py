@@ -369,24 +369,26 @@ class ActorRolloutRefWorker(Learner):
         return self.stream
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def copy_weights(self) -> WeightCopy | None:
+    def copy_weights(self) -> WeightCopy:
         """Copy the actor's current weights in the dtype of the rollout, with an adapter merged.
 
         Returns:
-            On rank 0 the copy, on the device of a rollout in this process or the CPU; else None.
+            This rank's share of the copy, on the device of a rollout in this process or the CPU;
+            see `join_shares`.
         """
         copied: dict[str, torch.Tensor] = {}
         marks = PendingFingerprints()
         with self.engine.awake("weights"):
-            # All ranks take part in gathering each tensor, but only rank 0 copies it.
-            for name, tensor in self.engine.weights(is_merged=True):
-                if self.rank == 0:
+            # All ranks take part in gathering each tensor, and take turns in copying one: together
+            # they copy from their devices to the host faster than a single one.
+            for number, (name, tensor) in enumerate(self.engine.weights(is_merged=True)):
+                if number % self.world_size == self.rank:
                     device = tensor.device if self.parts.rollout else "cpu"
                     # Convert and compute fingerprints on the device, which is faster than the host.
                     weight = tensor.detach().to(self.engine.dtype)
                     marks.add(name, weight)
                     copied[name] = weight.to(device, copy=True)
-        return WeightCopy(copied, marks.read()) if self.rank == 0 else None
+        return WeightCopy(copied, marks.read())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:

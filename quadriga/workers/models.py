@@ -51,7 +51,7 @@ from quadriga.models.weight_files import RenamedFiles
 from quadriga.models.weight_names import ConvertedFiles, weight_buffers
 from quadriga.observe.machine import choose_dtype
 from quadriga.planning.module_sizes import module_sizes
-from quadriga.planning.phases import RolePlan, describe_update
+from quadriga.planning.phases import RolePlan, describe_rollout, describe_update
 from quadriga.workers.rollout_engines import rollout_engine_class
 
 _VALUE_HEAD = re.compile(r"(?:value_head\.linear|v_head\.summary|score|classifier)\.(weight|bias)")
@@ -475,6 +475,9 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         )
         plan = RolePlan(module_sizes(skeleton), layout)
         yield f"{where}: {describe_update(config, where, plan)}"
+        rollout_memory = describe_rollout(config, plan) if where == ACTOR else ""
+        if rollout_memory:
+            yield f"{ROLLOUT}: {rollout_memory}"
 
 
 def check_checkpoint(config: Config, checkpoint: Path | None) -> None:

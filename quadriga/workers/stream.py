@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
+from itertools import zip_longest
 from threading import Condition
 from typing import Any, NamedTuple
 
@@ -49,6 +50,18 @@ class WeightCopy(NamedTuple):
 
     weights: Mapping[str, torch.Tensor]
     fingerprints: Mapping[str, str]
+
+
+def join_shares(shares: Sequence[WeightCopy]) -> WeightCopy:
+    """Join the shares that the trainer's ranks copied in turn, in the order of the model."""
+    weights: dict[str, torch.Tensor] = {}
+    fingerprints: dict[str, str] = {}
+    for round_of_ranks in zip_longest(*(share.weights.items() for share in shares)):
+        # In the last round some ranks have nothing.
+        weights.update(filter(None, round_of_ranks))
+    for share in shares:
+        fingerprints.update(share.fingerprints)
+    return WeightCopy(weights, fingerprints)
 
 
 SavedResponse = tuple[Any, ...]
@@ -174,7 +187,7 @@ class GenerationStream:
         """Load weights between two steps.
 
         Args:
-            weights: called between the steps, and may wait. Returns a future whose first item is a
+            weights: called between the steps, and may wait. Returns a future of the shares of a
                 `WeightCopy`, or None to keep the older weights.
             version: version of the weights.
             keeps_cache: whether unfinished responses continue on the KV cache of older weights.
@@ -187,7 +200,7 @@ class GenerationStream:
             """Publish the weights. Called by the engine between two steps."""
             future = weights()
             if future is not None:
-                self._publish(future.get()[0], version)
+                self._publish(join_shares(future.get()), version)
 
         return self.engine.between_steps(publish, keeps_cache=keeps_cache)
 
@@ -355,7 +368,7 @@ class ServedStream(GenerationStream):
                 """Load the weights that the leader of the group loads. Called by the engine."""
                 weights = self._wait_for_weights(version)
                 assert weights is not None, "the leader loads only weights that it was given"
-                self._publish(weights.get()[0], version)
+                self._publish(join_shares(weights.get()), version)
 
             self.engine.take_weights = publish
             self._following = in_background(self.engine.follow, "rank of a rollout group")

@@ -51,7 +51,8 @@ def facts(rollout_ranks: tuple[int, ...]) -> dict[str, Any]:
     """What this rank found; `rollout_ranks` are those of its rollout group."""
     return {
         "gpu": Nccl.current_device,
-        "communicators": len(Nccl.living),
+        "communicators": sum(group.size() > 1 for group in Nccl.living),
+        "groups": len(Nccl.living),
         "splits": Nccl.num_splits,
         "rollout group": rollout_ranks,
     }

@@ -40,7 +40,7 @@ from quadriga.rollout.native.attention import (
     ResponseCache,
     plan_decoding,
 )
-from quadriga.rollout.native.graphs import GraphedSteps
+from quadriga.rollout.native.graphs import GraphedSteps, obstacle_to_graphs
 from quadriga.rollout.native.network import Network
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, StopStrings, sample
@@ -296,7 +296,10 @@ class Generation:
         self.weight_version = weight_version
         self.plan: AnyDecodePlan | None = None
         self.graphs: GraphedSteps | None = None
-        if self.uses_graphs and GraphedSteps.can_capture(network):
+        model = network.model
+        if self.uses_graphs and not obstacle_to_graphs(
+            model, network.device, model.dtype, network.group
+        ):
             self.graphs = GraphedSteps(network)
 
     def advance(self, aborted: Collection[GenerationRequest] = ()) -> None:
