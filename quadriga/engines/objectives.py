@@ -32,7 +32,7 @@ from quadriga.config.algorithm import RolloutCorrectionConfig
 from quadriga.engines.packing import ECHO_MASK, echo_tokens
 from quadriga.errors import ConfigError, EngineError
 from quadriga.models.experts import ROUTES
-from quadriga.observe.metrics import Metric, Reduction
+from quadriga.observe.metrics import Metric
 from quadriga.protocol import FIELDS, DataProto
 
 LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
@@ -45,8 +45,6 @@ ROLLOUT_NUM_TOKENS = "rollout_num_tokens"
 """Column [B]: number of tokens with a loss in all rows of a row's rollout."""
 SCORE_SLOPE = "score_slope"
 """Column [B]: derivative of the loss of a batch with respect to the score of a row."""
-_REDUCTIONS: Mapping[str, Reduction] = {"log_prob_diff_max": "max"}
-"""Reductions of mismatch metrics that are not means."""
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
@@ -61,6 +59,8 @@ class Objective(ABC):
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
         """Names of the columns [B, ...] of this batch that the loss reads."""
+        if ROLLOUT_NUM_TOKENS in data.batch.keys():
+            return (*self.columns, ROLLOUT_NUM_TOKENS)
         return self.columns
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
@@ -265,6 +265,9 @@ class PolicyObjective(Objective):
         # Columns that are read only if the batch has them.
         optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights"}
         optional |= {ROUTES, ROLLOUT_NUM_TOKENS}
+        names = {"response_mask", "advantages"} | (optional & set(data.batch.keys()))
+        # `old_log_prob` is the loss's name for the optional column `old_log_probs`.
+        names |= self._loss_fields - {"old_log_prob"}
         if self.config.echo_coeff:
             if ECHO_MASK not in data.batch.keys():
                 raise EngineError(
@@ -273,12 +276,7 @@ class PolicyObjective(Objective):
                     expected="conversations that say which tokens tools and users wrote",
                     fix="Set it to 0 for responses of a rollout cache that was stored without it.",
                 )
-            optional.add(ECHO_MASK)
-
-        names = {"response_mask", "advantages"}
-        # `old_log_prob` is the loss's name for the optional column `old_log_probs`.
-        names |= self._loss_fields - {"old_log_prob"}
-        names |= optional & set(data.batch.keys())
+            names.add(ECHO_MASK)
         if self.teacher is not None:
             names.add(TEACHER_LOG_PROB)
         if self.other_targets:
@@ -359,7 +357,7 @@ class PolicyObjective(Objective):
         if weights is not None and self._loss_applies_weights:
             fields["rollout_is_weights"] = weights
 
-        metrics: dict[str, Metric] = {}
+        metrics = {}
         divergence = None
         if self.teacher is not None:
             divergence, metrics = self._divergence_from(self.teacher, rows, outputs)
@@ -387,7 +385,7 @@ class PolicyObjective(Objective):
             if sampled is not None:
                 num_tokens = mask.sum()
                 for name, value in log_prob_mismatch(old_log_prob, sampled, mask).items():
-                    reduction = _REDUCTIONS.get(name, "mean")
+                    reduction = "max" if name == "log_prob_diff_max" else "mean"
                     metrics[f"rollout/{name}"] = Metric(value, reduction, num_tokens)
         loss, added_metrics = self._add_loss_terms(loss, rows, outputs, counts, divergence)
         return loss, metrics | added_metrics
@@ -415,7 +413,7 @@ class PolicyObjective(Objective):
         config = self.config
         aggregate = aggregation_of(config, rows, counts)
         log_prob = outputs["log_probs"]
-        metrics: dict[str, Metric] = {}
+        metrics = {}
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * aggregate(outputs["entropy"])
         if config.use_kl_loss:
@@ -452,9 +450,8 @@ class PolicyObjective(Objective):
             metrics["actor/teacher_top_mass"] = _token_mean(teacher_top.exp().sum(-1), mask)
         else:
             divergence = kl_penalty(log_prob, teacher_log_prob, teacher.loss_mode)
-        limit = teacher.loss_max_clamp
-        if limit is not None:
-            divergence = divergence.clamp(-limit, limit)
+        if teacher.loss_max_clamp is not None:
+            divergence = divergence.clamp(-teacher.loss_max_clamp, teacher.loss_max_clamp)
         return divergence, metrics
 
 
@@ -472,11 +469,6 @@ class ValueObjective(Objective):
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
-
-    def fields(self, data: DataProto) -> tuple[str, ...]:
-        if ROLLOUT_NUM_TOKENS in data.batch.keys():
-            return (*self.columns, ROLLOUT_NUM_TOKENS)
-        return self.columns
 
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts

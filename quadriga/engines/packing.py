@@ -68,10 +68,8 @@ class PackingRules:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "PackingRules":
         """Find the rules for a model."""
-        packs_up_to: float = 0
-        if is_packed(model):
-            packs_up_to = length_limit(model.config) or math.inf
-        return cls(ImageTokens.of(model.config), packs_up_to)
+        limit = length_limit(model.config) or math.inf
+        return cls(ImageTokens.of(model.config), limit if is_packed(model) else 0)
 
 
 def echo_tokens(data: DataProto) -> torch.Tensor:
@@ -113,9 +111,7 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
     if ECHO_MASK in data.batch.keys():
         has_loss = response_mask.astype(bool) | echo_tokens(data).cpu().numpy()
     images_column = data.non_tensor_batch.get("multi_modal_inputs")
-    routes = None
-    if ROUTES in data.batch.keys():
-        routes = data.batch[ROUTES].cpu().numpy()
+    routes = data.batch[ROUTES].cpu().numpy() if ROUTES in data.batch.keys() else None
     image_keys: dict[int, bytes] = {}  # by id of an object that the samples of a prompt share
     rows = []
     for row, is_valid in enumerate(attention_mask != 0):
@@ -207,9 +203,10 @@ def _row_images(
         )
     if not inputs:
         return None
-    if id(inputs) not in image_keys:
-        image_keys[id(inputs)] = images_key(inputs).encode()
-    return RowImages(inputs, token_indices, image_keys[id(inputs)])
+    key = id(inputs)
+    if key not in image_keys:
+        image_keys[key] = images_key(inputs).encode()
+    return RowImages(inputs, token_indices, image_keys[key])
 
 
 def pack(
@@ -244,9 +241,7 @@ def pack(
         num_prompt_tokens = first.num_prompt_tokens
         # A shared prompt is a segment of its own, which each response continues. A prompt of a
         # single row forms one causal segment together with its response.
-        length = num_prompt_tokens
-        if not is_shared:
-            length += first.num_response_tokens
+        length = num_prompt_tokens + (0 if is_shared else first.num_response_tokens)
         tokens = np.concatenate([first.prompt, first.response])[:length]
         segment = sequence.append(tokens, first.positions[..., :length])
         segment_indices = np.arange(segment.start, segment.start + length)
@@ -270,29 +265,22 @@ def pack(
             row_numbers.append(np.full(len(row.loss_indices), number))
             columns.append(row.loss_indices)
 
-    parts_by_name = {
-        "input_ids": sequence.input_ids,
-        "position_ids": sequence.positions,
-        "predictors": predictors,
-        "targets": targets,
-        "rows": row_numbers,
-        "columns": columns,
-    }
-    packed: dict[str, torch.Tensor] = {}
-    for name, parts in parts_by_name.items():
-        packed[name] = torch.from_numpy(np.concatenate(parts, axis=-1)).long().to(device)
+    def join(parts: list[np.ndarray]) -> torch.Tensor:
+        """Concatenate the parts of all rows on the device."""
+        return torch.from_numpy(np.concatenate(parts, axis=-1)).long().to(device)
+
     return PackedBatch(
-        input_ids=packed["input_ids"][None],
-        position_ids=packed["position_ids"].unsqueeze(-2),
+        input_ids=join(sequence.input_ids)[None],
+        position_ids=join(sequence.positions).unsqueeze(-2),
         segments=tuple(sequence.segments),
-        predictors=packed["predictors"],
+        predictors=join(predictors),
         host_predictors=np.concatenate(predictors),
-        targets=packed["targets"],
-        rows=packed["rows"],
-        columns=packed["columns"],
+        targets=join(targets),
+        rows=join(row_numbers),
+        columns=join(columns),
         shape=(len(rows), num_columns),
         sum_of_squared_lengths=sequence.sum_of_squares,
-        images=packed_images(sequence.images, device) if sequence.images else None,
+        images=packed_images(sequence.images, device),
         token_indices=indices_by_row,
     )
 

@@ -162,7 +162,7 @@ class ActorRolloutRefWorker(Learner):
         # All ranks of a rollout group get the same prompts; the first rank returns the responses.
         self.register_mesh(GROUPS, self.rank // size, self.rank % size == 0)
         # The rollout may compute in the actor's own modules, if they have all weights.
-        lends_modules = self.engine.has_replicated_weights and group is None
+        lends_modules = self.processes.layout.is_whole and group is None
         self.generation = ResponseGenerator(
             self.config,
             self.tokenizer,

@@ -72,7 +72,7 @@ class MappedFile:
                 fix="Set it to such a folder, or leave out param_offload and optimizer_offload.",
             ) from error
         content = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.windows: list[torch.Tensor] = []
+        self.windows = []
         for start, tensor in zip(starts, tensors, strict=True):
             flat = content[start : start + tensor.nbytes]
             self.windows.append(flat.view(tensor.dtype).view(tensor.shape))
@@ -95,7 +95,7 @@ class MappedFile:
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Collect the non-empty storages of tensors, each once: several tensors may share a storage."""
-    storages: dict[int, torch.UntypedStorage] = {}
+    storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():

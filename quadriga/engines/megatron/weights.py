@@ -283,9 +283,9 @@ def _describe_parameters(
         processes.place.pp, layout.pp, processes.world.device, processes.group("pp")
     )
     local_names = [spec.name for spec in shard_specs.values() if not spec.is_copy]
-    stage_of: dict[str, int] = {}
+    stage_of = {}
     for stage, names in enumerate(stages.gather(local_names)):
-        stage_of.update(dict.fromkeys(names, stage))
+        stage_of |= dict.fromkeys(names, stage)
     has_shared_embedding = is_tied_policy(model) and layout.pp > 1
     specs = {}
     for name, parameter in model.named_parameters():
