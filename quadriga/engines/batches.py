@@ -260,7 +260,7 @@ def _group_rows(
     Returns:
         The units.
     """
-    groups: dict[Hashable, list[int]] = {}
+    groups = {}
     for index, row in enumerate(rows):
         key = row.prompt_key if division.share_prompts else index
         groups.setdefault(key, []).append(index)

@@ -348,9 +348,7 @@ def _require_same_tensors(
         got = f"shape {tuple(sizes[first])}"
         if len(differing) > 1:
             got += f", and {len(differing) - 1} more"
-        raise CheckpointError(
-            f"{folder}: {first}", got, f"{tuple(shapes[first])}", _OTHER_MODEL
-        )
+        raise CheckpointError(f"{folder}: {first}", got, f"{tuple(shapes[first])}", _OTHER_MODEL)
 
 
 def _optimizer_kinds(names: Iterable[str]) -> list[str]:

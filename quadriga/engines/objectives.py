@@ -174,7 +174,7 @@ def _try_loss(loss: Algorithm) -> None:
         ConfigError: the loss refuses an option, fails, or returns no losses per token.
     """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    fields: dict[str, torch.Tensor] = {}
+    fields = {}
     input_names = {*loss.fields, *loss.column_fields} - loss.columns.keys()
     for name in input_names:
         column = "old_log_probs" if name in ("log_prob", "old_log_prob") else name

@@ -10,7 +10,7 @@ predicted tokens.
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,7 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
         has_loss = response_mask.astype(bool) | echo_tokens(data).cpu().numpy()
     images_column = data.non_tensor_batch.get("multi_modal_inputs")
     routes = data.batch[ROUTES].cpu().numpy() if ROUTES in data.batch.keys() else None
-    image_keys: dict[int, bytes] = {}  # by id of an object that the samples of a prompt share
+    image_keys = {}  # by id of an object that the samples of a prompt share
     rows = []
     for row, is_valid in enumerate(attention_mask != 0):
         is_prompt = is_valid.copy()
@@ -223,7 +223,7 @@ def pack(
     Returns:
         The packed batch.
     """
-    groups: dict[Hashable, list[int]] = {}
+    groups = {}
     for number, row in enumerate(rows):
         if len(row.loss_indices):
             key = row.prompt_key if share_prompts else number

@@ -120,7 +120,7 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
     dp_ranks = group.mesh(mesh_name).dp_ranks
     num_chunks = max(dp_ranks) + 1
     # For each argument, positional ones first, its value for each data-parallel rank.
-    chunks: list[list[Any]] = []
+    chunks = []
     num_rows = {}
     for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, (DataProto, DataProtoFuture)):

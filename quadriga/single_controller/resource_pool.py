@@ -85,9 +85,9 @@ def choose_nodes(
     """
     free = {node.node_id: dict(node.free) for node in nodes}
     # The chosen nodes of each pool, None where there is none yet.
-    chosen: dict[str, list[NodeResources | None]] = {}
+    chosen = {}
     # The nodes of pools: number of processes, name of the pool, and place among its nodes.
-    parts: list[tuple[int, str, int]] = []
+    parts = []
     for name, counts in pools.items():
         chosen[name] = [None] * len(counts)
         parts += [(count, name, index) for index, count in enumerate(counts)]

@@ -46,7 +46,7 @@ class WorkerPlace:
         Raises:
             WorkerError: a variable is not a whole number.
         """
-        values: dict[str, Any] = {}
+        values = {}
         for field in fields(cls):
             name = field.name.upper()
             value = os.environ.get(name, str(field.default))

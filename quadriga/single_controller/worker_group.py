@@ -312,7 +312,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
 
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Future[Any]]:
         """Run a method on one rank after the other. A coroutine gets its own event loop."""
-        outcomes: list[Future[Any]] = []
+        outcomes = []
         for rank, (args, kwargs) in zip(self.ranks, per_rank, strict=False):
             outcome: Future[Any] = Future()
             try:

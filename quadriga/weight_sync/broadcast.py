@@ -238,7 +238,7 @@ class WeightSender:
         Raises:
             WeightSyncError: the connection broke.
         """
-        sent: dict[str, str] = {}
+        sent = {}
         # Connect first, because the first bucket may take longer than receivers wait to connect.
         with self.channel.connection("the meeting"):
             pass
@@ -288,7 +288,7 @@ class WeightReceiver(CopiedWeights):
                 version is not the announced one, or the trainer failed. The target's version is
                 then -1.
         """
-        received: dict[str, str] = {}
+        received = {}
         self.publish(self._received_weights(version, received), target, version, received)
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class PendingFingerprints:
         if not self._sums:
             return {}
         # A CPU and a GPU may both have tensors of one stream.
-        by_device: dict[torch.device, list[str]] = {}
+        by_device = {}
         for name, sums in self._sums.items():
             by_device.setdefault(sums.device, []).append(name)
         digests = {}

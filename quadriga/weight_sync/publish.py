@@ -145,7 +145,7 @@ class CopiedWeights:
                 version is then -1, and it generates nothing until it has a complete set.
         """
         dtypes = {name: tensor.dtype for name, tensor in target.named_weights()}
-        sent: dict[str, str] = {}
+        sent = {}
         pending = PendingFingerprints()
 
         def stream() -> NamedTensors:

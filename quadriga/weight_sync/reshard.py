@@ -154,7 +154,7 @@ class ReshardedWeights:
                 rank has another version.
             PeerLostError: a rank is lost.
         """
-        wanted_shards: Wanted = {}
+        wanted_shards = {}
         if target is not None:
             wanted_shards = target.wanted_shards()
             target.weight_version = -1
@@ -570,7 +570,7 @@ def _moves_of(
         WeightSyncError: an element of a wanted shard is not held, or held in two different shards.
     """
     # Replicas hold the same shard. Empty shards have nothing to send.
-    holders: dict[Box, list[int]] = {}
+    holders = {}
     for rank, shards in enumerate(held_boxes):
         if name in shards and 0 not in shards[name].shape:
             holders.setdefault(shards[name], []).append(rank)

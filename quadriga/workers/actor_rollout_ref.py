@@ -100,7 +100,7 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the models and build the engines. Returns choices, with reasons, to be printed."""
-        choices: dict[str, str] = {}
+        choices = {}
         self.join(self.section, self.section.fsdp_config, ACTOR)
         if self.parts.actor:
             choices = self._make_actor()
@@ -330,7 +330,7 @@ class ActorRolloutRefWorker(Learner):
 
     def shards(self) -> Held:
         """Positions and tensors of this rank's shards, by names in a model without adapter."""
-        shards: dict[str, tuple[Box, torch.Tensor]] = {}
+        shards = {}
         for name, start, tensor in self.engine.parameters.shards():
             shards[base_name(name)] = (Box(start, tuple(tensor.shape)), tensor.detach())
         return shards
@@ -375,7 +375,7 @@ class ActorRolloutRefWorker(Learner):
         Returns:
             On rank 0 the copy, on the device of a rollout in this process or the CPU; else None.
         """
-        copied: dict[str, torch.Tensor] = {}
+        copied = {}
         marks = PendingFingerprints()
         with self.engine.awake("weights"):
             # All ranks take part in gathering each tensor, but only rank 0 copies it.

@@ -421,7 +421,7 @@ class Learner(EngineWorker):
             Description to be printed: "", or text that starts with a semicolon.
         """
         fsdp = self.section.fsdp_config
-        kinds: set[str] = set()
+        kinds = set()
         if fsdp.param_offload:
             kinds.add("masters")
         if fsdp.param_offload and not keeps_weights:
@@ -449,7 +449,7 @@ class Learner(EngineWorker):
             has_adapter: whether an adapter is trained.
         """
         facts = self.engine.describe()
-        choices: dict[str, str] = {}
+        choices = {}
         masters = f"masters and optimizer in {self.section.optim.master_dtype}"
         if has_adapter:
             choices["adapter"] = self.engine.adapter

@@ -523,7 +523,7 @@ def _check_routers(config: Config, policy: Any) -> None:
     num_ranks = config.actor_rollout_ref.rollout.expert_parallel_size
     fix = "Leave the key out."
     # Values that need experts, by key.
-    values: dict[str, Any] = {}
+    values = {}
     if actor.router_aux_loss_coef:
         values[f"{ACTOR}.router_aux_loss_coef"] = actor.router_aux_loss_coef
     if actor.router_z_loss_coef:

@@ -140,7 +140,7 @@ class RewardModelWorker(EngineWorker):
         position_ids = data.batch["position_ids"].cpu()
         width = input_ids.shape[1] - data.batch["response_mask"].shape[1]
         image_inputs = data.non_tensor_batch.get("multi_modal_inputs", [None] * len(data))
-        rows: list[SequenceTokens] = []
+        rows = []
         for number, (tokens, valid) in enumerate(zip(input_ids, is_valid, strict=True)):
             # Without padding.
             prompt = tokens[:width][valid[:width]].tolist()
@@ -276,11 +276,11 @@ def rendered_chats(
     encoded = judge(rendered, add_special_tokens=False)["input_ids"] if rendered else []
 
     # Tokens that all responses to a prompt share count as prompt, so that they are computed once.
-    groups: dict[Any, list[list[int]]] = {}
+    groups = {}
     for uid, tokens in zip(uids, encoded, strict=True):
         groups.setdefault(uid, []).append(tokens)
     shared_lengths = {uid: _shared_length(sequences) for uid, sequences in groups.items()}
-    rows: list[SequenceTokens] = []
+    rows = []
     for uid, tokens in zip(uids, encoded, strict=True):
         length = shared_lengths[uid]
         rows.append(SequenceTokens(tokens[:length], tokens[length:]))
@@ -393,7 +393,7 @@ def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
     response_width = max((len(row.response) for row in rows), default=0) + 1
     input_ids = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
-    spans: list[slice] = []
+    spans = []
     for number, row in enumerate(rows):
         span = slice(prompt_width - len(row.prompt), prompt_width + len(row.response))
         spans.append(span)
@@ -403,7 +403,7 @@ def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
     lengths = torch.tensor([len(row.response) for row in rows], dtype=torch.int64)
     response_mask = (torch.arange(response_width) == lengths[:, None]).long()
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    objects: dict[str, Any] = {}
+    objects = {}
     if any(row.positions is not None for row in rows):
         position_ids = position_ids[:, None].repeat(1, 3, 1)
         for number, row in enumerate(rows):

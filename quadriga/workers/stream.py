@@ -79,7 +79,7 @@ class GenerationStream:
             assert engine.traits.takes_shards, "checked with the configuration"
             self._shards = engine.wanted_shards()
             device = self.group.device
-            memory: dict[str, torch.Tensor] = {}
+            memory = {}
             for name, (box, dtype) in self._shards.items():
                 memory[name] = torch.empty(box.shape, dtype=dtype, device=device)
             engine.hold_shards(memory)
@@ -156,7 +156,7 @@ class GenerationStream:
         config = self.generation.config
         rollout = config.actor_rollout_ref.rollout
         length = config.data.max_response_length
-        requests: dict[tuple[int, int], tuple[Any, ...]] = {}
+        requests = {}
         for group, rows in groups.items():
             fields = requests_of(rows, rollout, length, config.trainer.seed)
             for row, request in enumerate(zip(*fields, images_of(rows), strict=True)):
@@ -205,7 +205,7 @@ class GenerationStream:
         if self.group is None:
             self._weights.publish(copied.weights.items(), self.engine, version, fingerprints)
             return
-        changed: list[str] = []
+        changed = []
         # Shards have other fingerprints, so check the full weights before they are cut.
         for name, tensor in copied.weights.items():
             if tensor_fingerprint(tensor) != fingerprints[name]:
@@ -242,14 +242,14 @@ class GenerationStream:
             """Collect the responses. Called by the engine between two steps."""
             # Groups that another thread starts from now on are not saved, and start again later.
             groups = tuple(self._open.items())
-            places: dict[Future[Any], tuple[int, int]] = {}
+            places = {}
             for group, futures in groups:
                 for row, future in enumerate(futures):
                     places[future] = (group, row)
             # In the order in which they are reported: ended ones, then those that continue.
             responses = {future: future.result() for future in places if future.done()}
             responses |= engine.unfinished()
-            saved: list[SavedResponse] = []
+            saved = []
             for future, response in responses.items():
                 # The engine also has responses of groups that were aborted or started meanwhile.
                 if future in places:
@@ -439,7 +439,7 @@ class ServedStream(GenerationStream):
             The events: ("ended", group, its rows), ("loaded", version, version of the weights since
             then) or ("saved", 0, responses from `save`).
         """
-        events: list[tuple[str, int, Callable[[], Any]]] = []
+        events = []
         deadline = time.monotonic() + EVENTS_WITHIN_S
         # The other ranks of a group only report errors. They do not wait, because the leader does.
         waits = self._following is None

@@ -51,7 +51,7 @@ class TeacherWorker(EngineWorker):
         # Each teacher is in one of these.
         self.engines: dict[str, FSDPEngine] = {}  # by folder
         self.servers: dict[str, ServedScorer] = {}  # by address
-        descriptions: list[str] = []
+        descriptions = []
         for path in self.section.all_teachers:
             if is_served(path):
                 self.servers[path] = _make_client(self.config, path)
@@ -92,7 +92,7 @@ class TeacherWorker(EngineWorker):
             # Also without rows: if the ranks share the teacher's weights, all must take part.
             rows = [row for row, teacher in enumerate(teacher_of_row) if teacher == path]
             part = data if len(rows) == len(data) else data.select_idxs(rows)
-            scores: dict[str, torch.Tensor] = {}
+            scores = {}
             if path in self.engines:
                 scores = self._infer(self.engines[path], part)
             elif self.processes.place.is_collected:

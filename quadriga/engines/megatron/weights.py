@@ -150,7 +150,7 @@ class MegatronWeights(PartialWeights):
         dtype: torch.dtype,
     ) -> Mapping[tuple[int | None, str], nn.Parameter]:
         """Megatron's parameters on this rank, by layer of the full model and name within it."""
-        parameters: dict[tuple[int | None, str], nn.Parameter] = {}
+        parameters = {}
         for chunk in chunks:
             for layer in chunk.decoder.layers:
                 for name, parameter in layer.named_parameters():

@@ -91,7 +91,7 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
     # Find tied weights before the embedding is removed.
     table = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    tied_names: dict[str, str] = {}
+    tied_names = {}
     if isinstance(head, nn.Linear) and head.weight is table.weight:
         paths = {id(module): name for name, module in model.named_modules()}
         tied_names[f"{paths[id(head)]}.weight"] = f"{paths[id(table)]}.weight"

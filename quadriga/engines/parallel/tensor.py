@@ -66,13 +66,13 @@ def shard_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
     Raises:
         EngineError: the embedding has a forward pass of its own.
     """
-    dimensions: dict[str, int] = {}
+    dimensions = {}
     size = dist.get_world_size(group)
     base = backbone(model)
     base_path = next(name for name, module in model.named_modules() if module is base)
     prefix = f"{base_path}." if base_path else ""
     styles = _declared_styles(model)
-    colwise_parents: dict[str, nn.Module] = {}
+    colwise_parents = {}
     for name, module in base.named_modules():
         # Find the declared style of a projection. Modules without one stay as they are.
         match = _PROJECTION.fullmatch(name)

@@ -191,7 +191,7 @@ def first_outcomes(handles: Sequence[RemoteCall]) -> dict[RemoteCall, Any]:
     """
     wait = _PendingCalls(handles)
     wait.go_on(REPORT_EVERY_S, for_one=True)
-    outcomes: dict[RemoteCall, Any] = {}
+    outcomes = {}
     for ref, output in wait.outputs.items():
         if isinstance(output, _FAILED):
             outcome: Any = output.as_error()
@@ -274,7 +274,7 @@ class _PendingCalls:
             )
 
         # Each node is checked once, however many calls it runs.
-        refs_by_node: dict[tuple[str, int], list[Any]] = {}
+        refs_by_node = {}
         for ref in self.pending():
             address = self.calls[ref].address
             if address:
@@ -304,7 +304,7 @@ class _PendingCalls:
 
     def report(self) -> str:
         """Describe which ranks have responded, and the states of the other ranks."""
-        done: dict[str, list[int]] = {}
+        done = {}
         late_calls = []
         for ref, call in self.calls.items():
             if ref in self.outputs:
@@ -312,7 +312,7 @@ class _PendingCalls:
             else:
                 late_calls.append(call)
         # Ranks without an output, by role and what they do: many ranks wait in the same place.
-        ranks_at: dict[tuple[str, str], list[int]] = {}
+        ranks_at = {}
         statuses = ask_status([call.actor for call in late_calls], STATUS_LIMIT_S)
         for call, status in zip(late_calls, statuses, strict=True):
             if status is None:
@@ -367,7 +367,7 @@ def _cause_order(failure: Failure | _Loss) -> tuple[int, float]:
 def _ranks_text(ranks: Sequence[int]) -> str:
     """Ranks in words: `rank 3`, `ranks 0, 2-5`."""
     # Runs of consecutive ranks: the first rank, and the last one if there are several.
-    spans: list[list[int]] = []
+    spans = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
             spans[-1] = [spans[-1][0], rank]
@@ -425,7 +425,7 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
     if has_head:
         for actor in actors:
             ray.kill(actor, no_restart=True)
-    survivors: list[str] = []
+    survivors = []
     nodes = {(address.node_id, address.node, address.raylet_port) for address in addresses}
     for node_id, node, raylet_port in nodes:
         is_here = node_id == cluster.own_node_id()

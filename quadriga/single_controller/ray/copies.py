@@ -216,7 +216,7 @@ class StateCopies:
             nodes[owner] = list(dict.fromkeys((home, mirror_of[home])))
 
         # The keepers make the memory, and the ranks open it. Without all of it there are no copies.
-        paths: dict[str, dict[Owner, str]] = {}
+        paths = {}
         refusal = ""
         largest = 0
         for node in cycle:
@@ -282,7 +282,7 @@ class StateCopies:
             The state; None if there is none.
         """
         # By node and owner, the steps of complete copies.
-        complete: dict[str, dict[Owner, list[int]]] = {}
+        complete = {}
         for node in list(self._keepers):
             try:
                 complete[node] = self._call(node, "whole")
@@ -294,7 +294,7 @@ class StateCopies:
             return None
         # The newest step is incomplete if a rank was lost while it was copied.
         for step, driver in reversed(self._driver.items()):
-            nodes: dict[Owner, list[str]] = {}
+            nodes = {}
             for owner, owner_nodes in self._memory.nodes.items():
                 nodes[owner] = [
                     node for node in owner_nodes if step in complete.get(node, {}).get(owner, [])

@@ -171,7 +171,7 @@ class WorkerProcesses:
             cores = run_on_node(node, num_usable_cores)
             threads[node] = share_of_cores(cores, count, pool.neighbours.get(node, count))
         self.threads = "; ".join(dict.fromkeys(share.reason for share in threads.values()))
-        variables: dict[str, str] = {}
+        variables = {}
         if num_threads := os.environ.get(THREADS):
             # A number of threads that the user has set applies to each process, as without Ray.
             mkl_threads = os.environ.get("MKL_NUM_THREADS", num_threads)
@@ -452,7 +452,7 @@ class RayWorkerGroups(WorkerGroups):
 
     def await_start(self) -> None:
         """Wait until all processes have started and have imported the modules of their workers."""
-        loads: list[RemoteCall] = []
+        loads = []
         for group in self._pool_groups.values():
             loads += group.processes.loads()
         calls.resolve(loads)

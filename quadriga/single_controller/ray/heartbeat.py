@@ -172,7 +172,7 @@ class Heartbeat:
         limit = f"trainer.phase_timeout_s is {self.phase_s}"
         refs = {watched.actor.stacks.remote(): watched.worker for watched in self._watched}
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=STACKS_LIMIT_S)
-        workers_at: dict[str, list[str]] = {}  # names of workers, by their stacks
+        workers_at = {}  # names of workers, by their stacks
         for ref in ready:
             stacks = calls.output_or_none(ref)
             if stacks is None:

@@ -46,7 +46,7 @@ class Bundle:
 def cluster_nodes() -> list[NodeResources]:
     """The living nodes of the connected cluster."""
     free = ray._private.state.available_resources_per_node()
-    nodes: list[NodeResources] = []
+    nodes = []
     for node in ray.nodes():
         if node["Alive"]:
             node_id = node["NodeID"]

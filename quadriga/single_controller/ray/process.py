@@ -109,7 +109,7 @@ class _RunningMethod:
         """The method's frames, innermost first."""
         # While a coroutine is suspended, its thread is in the event loop. The coroutine's own
         # frames show where it waits.
-        suspended: list[FrameType] = []
+        suspended = []
         coroutine = self.coroutine
         while (
             inspect.iscoroutine(coroutine)

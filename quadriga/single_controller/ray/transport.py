@@ -259,8 +259,8 @@ class Outbox:
 
     def pack(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Message]:
         """Pack `(args, kwargs)` of each rank into a message. Equal arguments are pickled once."""
-        drafts: dict[Any, _PickledArguments] = {}
-        messages: dict[Any, Message] = {}
+        drafts = {}
+        messages = {}
         # Ranks with the same objects as arguments get the same message.
         keys = [(*map(id, args), *kwargs, *map(id, kwargs.values())) for args, kwargs in calls]
         for rank, (key, call) in enumerate(zip(keys, calls, strict=True)):
@@ -287,7 +287,7 @@ class Outbox:
             Locations by the id of a root, whose whole storage is in the store, or else by the key
             of a part. Parts without a location travel in the messages.
         """
-        locations: dict[Any, Location] = {}
+        locations = {}
         # All parts, each with the arguments that contain it.
         pairs = [(draft, part) for draft in drafts for part in draft.parts]
         # Look up stored tensors, unless there are only the streams.
@@ -327,14 +327,14 @@ class Outbox:
             Their locations, as for `_locations`.
         """
         # Bytes of each root that the ranks use together; equal parts count once.
-        keys_of_root: dict[int, set[tuple[int, int]]] = {}
+        keys_of_root = {}
         for _, part in missing:
             keys_of_root.setdefault(id(part.root), set()).add(part.key)
         used_bytes = {}
         for root_id, keys_of_parts in keys_of_root.items():
             used_bytes[root_id] = sum(size for _, size in keys_of_parts)
 
-        items: dict[Any, _Item] = {}
+        items = {}
         for draft, part in missing:
             storage = None if part.root is None else part.root.untyped_storage()
             is_whole = storage is not None and 2 * used_bytes[id(part.root)] >= storage.nbytes()
@@ -347,12 +347,12 @@ class Outbox:
             items[key].ranks |= draft.ranks
 
         # Large arrays are alone in their object. Small ones share it with those for the same ranks.
-        objects: dict[Any, list[Any]] = {}
+        objects = {}
         for key, item in items.items():
             is_alone = item.memory.nbytes >= ALONE_FROM_BYTES
             objects.setdefault(key if is_alone else frozenset(item.ranks), []).append(key)
 
-        locations: dict[Any, Location] = {}
+        locations = {}
         for keys in objects.values():
             ref = self.put([items[key].memory for key in keys])
             for number, key in enumerate(keys):
@@ -370,9 +370,9 @@ def _make_message(parts: Sequence[_OutOfBandBuffer], locations: Mapping[Any, Loc
         parts: the pickle stream, and the memory outside it.
         locations: what is in the store; see `Outbox._locations`.
     """
-    refs: dict[Any, int] = {}  # references, with their places in the message
+    refs = {}  # references, with their places in the message
     # For each part its bytes, or where they are: reference, array, first byte and end.
-    places: list[Any] = []
+    places = []
     for part in parts:
         address, size = part.key
         start = 0
@@ -404,7 +404,7 @@ def unpack(body: Any, values: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str
     """
     if not isinstance(body, bytes):
         return body
-    parts: list[Any] = []
+    parts = []
     for place in pickle.loads(body):
         if isinstance(place, bytes):
             parts.append(place)
