@@ -84,19 +84,18 @@ def choose_nodes(
             missing.
     """
     free = {node.node_id: dict(node.free) for node in nodes}
-    # The chosen nodes of each pool, None where there is none yet.
-    chosen = {}
     # The nodes of pools: number of processes, name of the pool, and place among its nodes.
     parts = []
     for name, counts in pools.items():
-        chosen[name] = [None] * len(counts)
         parts += [(count, name, index) for index, count in enumerate(counts)]
     # The largest parts first: they fit on the fewest nodes.
     parts.sort(key=lambda part: -part[0])
 
+    # The chosen nodes of each pool, by place.
+    chosen = {name: {} for name in pools}
     for count, name, index in parts:
         needed = {resource: amount * count for resource, amount in each.items()}
-        used_ids = {node.node_id for node in chosen[name] if node}
+        used_ids = {node.node_id for node in chosen[name].values()}
         fitting = [node for node in nodes if not _missing_resources(needed, free[node.node_id])]
         if not fitting:
             raise _no_room_error(name, pools, needed, nodes, free)
@@ -112,7 +111,7 @@ def choose_nodes(
         chosen[name][index] = node
         for resource, amount in needed.items():
             free[node.node_id][resource] -= amount
-    return {name: [node for node in row if node] for name, row in chosen.items()}
+    return {name: [row[index] for index in sorted(row)] for name, row in chosen.items()}
 
 
 def _missing_resources(needed: Mapping[str, float], free: Mapping[str, float]) -> dict[str, float]:

@@ -100,10 +100,8 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the models and build the engines. Returns choices, with reasons, to be printed."""
-        choices = {}
         self.join(self.section, self.section.fsdp_config, ACTOR)
-        if self.parts.actor:
-            choices = self._make_actor()
+        choices = self._make_actor() if self.parts.actor else {}
 
         reserves_memory = False
         if self.parts.rollout:
@@ -282,13 +280,17 @@ class ActorRolloutRefWorker(Learner):
             Metrics, and if requested `update_log_probs`, `update_entropys` [B, T] and `is_computed`
             [B]. Rows that cannot change the gradient are not computed.
         """
-        num_samples = self.rollout_config.n
-        temperature = self.rollout_config.temperature
-        if not with_log_probs:
-            return self.learn(data, num_samples, temperature=temperature)
-
-        outputs = FirstOutputs(len(data), data.batch["response_mask"].shape[1])
-        result = self.learn(data, num_samples, temperature=temperature, first_outputs=outputs)
+        outputs = None
+        if with_log_probs:
+            outputs = FirstOutputs(len(data), data.batch["response_mask"].shape[1])
+        result = self.learn(
+            data,
+            self.rollout_config.n,
+            temperature=self.rollout_config.temperature,
+            first_outputs=outputs,
+        )
+        if outputs is None:
+            return result
         columns = {
             "update_log_probs": outputs.columns["log_probs"],
             "update_entropys": outputs.columns["entropy"],

@@ -16,7 +16,7 @@ update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the obje
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -219,9 +219,9 @@ def timed(phase: str) -> Callable[[Pass], Pass]:
             """Call the method, and add its time to the metrics of its result."""
             start = time.perf_counter()
             rows = method(*args, **kwargs)
-            metrics = dict(rows.meta_info.get("metrics", {}))
-            metrics[f"timing_s/{phase}"] = Metric(time.perf_counter() - start, "max")
-            rows.meta_info["metrics"] = metrics
+            seconds = Metric(time.perf_counter() - start, "max")
+            metrics = rows.meta_info.get("metrics", {})
+            rows.meta_info["metrics"] = metrics | {f"timing_s/{phase}": seconds}
             return rows
 
         return cast(Pass, measured)
@@ -303,28 +303,27 @@ class EngineWorker(Worker):
         training = None
         if section:
             training = Training(section.optim, section.grad_clip, section.max_nonfinite_steps)
-        options: dict[str, Any] = {
-            "read": loaded.read,
-            "dtype": self.dtype.value,
-            "device": self.processes.world.device,
-            "processes": self.processes,
-            "training": training,
-            "memory": memory,
-            "name": name,
-        }
-
+        build = FSDPEngine
         settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
-        if settings is None:
+        if settings is not None:
+            build = partial(
+                megatron.MegatronEngine,
+                sequence_parallel=settings.sequence_parallel,
+                virtual=settings.virtual_pipeline_model_parallel_size,
+                settings=settings.override_transformer_config,
+            )
+        elif self.processes.world.size == 1:
             # The comparison needs all weights, which only a single process has.
-            if self.processes.world.size == 1:
-                probe(loaded.scorer, name)
-            return FSDPEngine(loaded.scorer, **options)
-        return megatron.MegatronEngine(
+            probe(loaded.scorer, name)
+        return build(
             loaded.scorer,
-            sequence_parallel=settings.sequence_parallel,
-            virtual=settings.virtual_pipeline_model_parallel_size,
-            settings=settings.override_transformer_config,
-            **options,
+            read=loaded.read,
+            dtype=self.dtype.value,
+            device=self.processes.world.device,
+            processes=self.processes,
+            training=training,
+            memory=memory,
+            name=name,
         )
 
     def build_frozen(
@@ -365,9 +364,8 @@ class Learner(EngineWorker):
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer)
-        self.section: ActorConfig | CriticConfig = config.actor_rollout_ref.actor
-        if self.part == "critic":
-            self.section = config.critic
+        is_critic = self.part == "critic"
+        self.section = config.critic if is_critic else config.actor_rollout_ref.actor
         self._peak_flops: float | None = None
 
     def make_engine(
@@ -423,9 +421,7 @@ class Learner(EngineWorker):
         fsdp = self.section.fsdp_config
         kinds = set()
         if fsdp.param_offload:
-            kinds.add("masters")
-        if fsdp.param_offload and not keeps_weights:
-            kinds.add("weights")
+            kinds |= {"masters"} if keeps_weights else {"masters", "weights"}
         if fsdp.optimizer_offload:
             kinds.add("optimizer")
         # By default, gradients are freed on accelerators only, where memory is scarcer.
@@ -596,10 +592,11 @@ class UpdateInputs:
     """
 
     def __init__(self, config: Config) -> None:
-        actor = config.actor_rollout_ref.actor
-        correction = config.algorithm.rollout_correction
-        self._sections = {"actor": actor, "critic": config.critic}
-        self._policy = PolicyObjective(actor, correction, config.distillation)
+        self._policy = PolicyObjective(
+            config.actor_rollout_ref.actor,
+            config.algorithm.rollout_correction,
+            config.distillation,
+        )
         self._value = ValueObjective(config.critic)
 
     def select(self, batch: DataProto, role: Literal["actor", "critic"]) -> DataProto:
@@ -609,16 +606,15 @@ class UpdateInputs:
             batch: all rows. The policy loss adds columns that it computes from the whole batch.
             role: the role that is updated.
         """
-        if self._sections[role].loss_agg_mode == "rollout-mean-token-mean":
+        objective = self._policy if role == "actor" else self._value
+        if objective.config.loss_agg_mode == "rollout-mean-token-mean":
             add_rollout_tokens(batch)
-        objective: Objective = self._value
         if role == "actor":
             # Workers see only their chunks, so columns of the whole batch are computed here.
             self._policy.add_batch_columns(batch)
-            objective = self._policy
-        columns = [*MODEL_INPUTS, *objective.fields(batch)]
+        columns = dict.fromkeys([*MODEL_INPUTS, *objective.fields(batch)])
         for name in ("row_index", "rollout_index"):
             if name in batch.batch.keys():
-                columns.append(name)
+                columns[name] = None
         objects = [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch]
-        return batch.select(list(dict.fromkeys(columns)), objects)
+        return batch.select(list(columns), objects)

@@ -100,9 +100,9 @@ class RoleCheckpoint:
         with self.engine.awake(*ALL_KINDS):
             for part in self._parts(contents):
                 for name, tensor in self.engine.state(frozenset({part})).items():
-                    sizes[f"{part}/{name}"] = tensor.numel() * tensor.element_size()
+                    sizes[f"{part}/{name}"] = tensor.nbytes
                     if "hf_model" in contents and part != OPTIMIZER:
-                        sizes[f"{HF_FOLDER}/{name}"] = sizes[f"{part}/{name}"]
+                        sizes[f"{HF_FOLDER}/{name}"] = tensor.nbytes
         return sizes
 
     def _parts(self, contents: frozenset[str]) -> frozenset[str]:

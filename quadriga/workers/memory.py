@@ -135,9 +135,12 @@ def _plan_other_roles(config: Config, role: str, itemsize: int) -> dict[str, Rol
     """Plan the other roles on the same devices, whose state takes memory, too."""
     # Roles on one pool share its devices.
     pools = role_pools(config.trainer, enabled_roles(config))
-    pool_of_role = {CRITIC: pools.get("critic"), "reward_model": pools.get("reward_model")}
-    pool_of_role[DISTILLATION] = pools.get("teacher")
-    pool_of_role[ACTOR] = next((pools[name] for name in POLICIES if name in pools), None)
+    pool_of_role = {
+        ACTOR: next((pools[name] for name in POLICIES if name in pools), None),
+        CRITIC: pools.get("critic"),
+        "reward_model": pools.get("reward_model"),
+        DISTILLATION: pools.get("teacher"),
+    }
     has_critic = role == CRITIC or config.algorithm.adv_estimator == "gae"
     model = config.actor_rollout_ref.model
     paths = {

@@ -88,14 +88,10 @@ class RewardModelWorker(EngineWorker):
             EngineError, DataError: see `sequences`.
             RewardError: a score is not finite.
         """
-        rows = self.sequences(data)
+        sequences = self.sequences(data)
         # Too long sequences lose their beginning.
-        num_cut = 0
-        if self.limit is not None:
-            for number, row in enumerate(rows):
-                rows[number] = row.cut(self.limit)
-                if rows[number] is not row:
-                    num_cut += 1
+        rows = [sequence.cut(self.limit) for sequence in sequences]
+        num_cut = sum(row is not sequence for row, sequence in zip(rows, sequences, strict=True))
 
         section = self.config.reward_model
         num_sequences = None if section.use_dynamic_bsz else section.micro_batch_size_per_gpu
@@ -108,11 +104,14 @@ class RewardModelWorker(EngineWorker):
         broken_rows = (~torch.isfinite(scores)).nonzero()[:, 0].tolist()
         if broken_rows:
             first = broken_rows[0]
-            got = f"{len(broken_rows)} of {len(scores)} scores that are not finite, "
-            got += f"first {scores[first]:g} for row {first}"
-            fix = "Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's "
-            fix += "weights."
-            raise RewardError("reward model", got=got, expected="finite scores", fix=fix)
+            raise RewardError(
+                "reward model",
+                got=f"{len(broken_rows)} of {len(scores)} scores that are not finite, "
+                f"first {scores[first]:g} for row {first}",
+                expected="finite scores",
+                fix="Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's "
+                "weights.",
+            )
 
         # The score belongs to the last valid token, even if the response mask leaves it out.
         num_columns = data.batch["response_mask"].shape[1]
@@ -187,11 +186,11 @@ class SequenceTokens:
     # Inputs of the vision encoder, if the row has images or videos.
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def cut(self, limit: int) -> "SequenceTokens":
+    def cut(self, limit: int | None) -> "SequenceTokens":
         """Cut a row to its last `limit` tokens, of which the first always counts as prompt.
 
         Args:
-            limit: maximum number of tokens.
+            limit: maximum number of tokens. None: no limit.
 
         Returns:
             The row itself if it is not longer, else a shorter row.
@@ -200,7 +199,7 @@ class SequenceTokens:
             EngineError: the row has images or videos, which cannot be cut.
         """
         length = len(self.prompt) + len(self.response)
-        if length <= limit:
+        if limit is None or length <= limit:
             return self
         if self.inputs:
             expected = f"at most {limit}, for a row with images or videos is not cut"
@@ -393,6 +392,7 @@ def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
     response_width = max((len(row.response) for row in rows), default=0) + 1
     input_ids = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
+    response_mask = torch.zeros(len(rows), response_width, dtype=torch.int64)
     spans = []
     for number, row in enumerate(rows):
         span = slice(prompt_width - len(row.prompt), prompt_width + len(row.response))
@@ -400,8 +400,7 @@ def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
         input_ids[number, span] = torch.tensor([*row.prompt, *row.response])
         # The dummy token, with id 0, follows the sequence.
         attention_mask[number, span.start : span.stop + 1] = 1
-    lengths = torch.tensor([len(row.response) for row in rows], dtype=torch.int64)
-    response_mask = (torch.arange(response_width) == lengths[:, None]).long()
+        response_mask[number, len(row.response)] = 1
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     objects = {}
     if any(row.positions is not None for row in rows):

@@ -205,15 +205,18 @@ class GenerationStream:
         if self.group is None:
             self._weights.publish(copied.weights.items(), self.engine, version, fingerprints)
             return
-        changed = []
         # Shards have other fingerprints, so check the full weights before they are cut.
+        changed = []
         for name, tensor in copied.weights.items():
             if tensor_fingerprint(tensor) != fingerprints[name]:
                 changed.append(name)
         if changed:
-            got = f"{len(changed)} of {len(fingerprints)} weights that differ: {name_some(changed)}"
-            where = f"weights of version {version}"
-            raise WeightSyncError(where, got=got, expected="what the trainer sent")
+            count = f"{len(changed)} of {len(fingerprints)} weights"
+            raise WeightSyncError(
+                f"weights of version {version}",
+                got=f"{count} that differ: {name_some(changed)}",
+                expected="what the trainer sent",
+            )
 
         def shards() -> Iterator[tuple[str, torch.Tensor]]:
             """Cut this rank's shard out of each full tensor."""
@@ -413,16 +416,13 @@ class ServedStream(GenerationStream):
     def hand_out(self) -> None:
         """Report unfinished responses at the next step; see `save`."""
 
-        def report_responses(_: int, saved: list[SavedResponse]) -> None:
-            """Report the responses to the driver."""
-            self._report("saved", 0, lambda: saved)
-
         def report_failure(done: Future[int]) -> None:
             """Report an error of the save to the driver."""
             if done.exception() is not None:
                 self._queued_events.put(("saved", 0, done.result))
 
-        self.save(report_responses).add_done_callback(report_failure)
+        saving = self.save(lambda _, saved: self._report("saved", 0, lambda: saved))
+        saving.add_done_callback(report_failure)
 
     def go_on(self) -> None:
         """Continue after an event: the driver has handled one more."""

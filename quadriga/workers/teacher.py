@@ -218,12 +218,11 @@ def _check_vocabulary(config: Config, key: str, path: str, vocab: Mapping[str, i
     if not differing:
         return
     token = differing[0]
-    got = f"'{path}', whose tokenizer has other ids for {len(differing)} tokens, "
-    got += f"first {token!r} ({teacher_vocab.get(token, 'none')}; "
-    got += f"the student's {vocab.get(token, 'none')})"
     raise ConfigError(
         key,
-        got=got,
+        got=f"'{path}', whose tokenizer has other ids for {len(differing)} tokens, "
+        f"first {token!r} ({teacher_vocab.get(token, 'none')}; "
+        f"the student's {vocab.get(token, 'none')})",
         expected="the student's tokens under the same ids",
         fix="Choose a teacher with the student's vocabulary.",
     )

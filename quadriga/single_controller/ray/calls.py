@@ -193,10 +193,8 @@ def first_outcomes(handles: Sequence[RemoteCall]) -> dict[RemoteCall, Any]:
     wait.go_on(REPORT_EVERY_S, for_one=True)
     outcomes = {}
     for ref, output in wait.outputs.items():
-        if isinstance(output, _FAILED):
-            outcome: Any = output.as_error()
-        else:
-            outcome = transport.unpack_result(output, borrow=True)
+        is_failure = isinstance(output, _FAILED)
+        outcome = output.as_error() if is_failure else transport.unpack_result(output, borrow=True)
         outcomes[wait.calls[ref]] = outcome
     return outcomes
 

@@ -279,10 +279,8 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
         if isinstance(error, RuntimeError) and "Version mismatch" in str(error):
             # Ray's message has an indented line for each version: Ray and Python of the cluster,
             # then of this process.
-            values = []
-            for line in str(error).splitlines():
-                if line.startswith("    "):
-                    values.append(line.partition(":")[2].strip())
+            lines = [line for line in str(error).splitlines() if line.startswith("    ")]
+            values = [line.partition(":")[2].strip() for line in lines]
             cluster_ray, cluster_python, this_ray, this_python = values[:4]
             raise WorkerError(
                 f"Ray cluster at {address}",

@@ -239,12 +239,11 @@ class WorkerProcesses:
 
     def loads(self) -> list[RemoteCall]:
         """The imports of all processes, as calls. Waits until the processes have started."""
-        loads = []
-        for rank, start in enumerate(self.starts()):
-            address = self.addresses[rank]
-            load = replace(start, ref=self.load_refs[rank], address=address, method="load")
-            loads.append(load)
-        return loads
+        places = zip(self.starts(), self.load_refs, self.addresses, strict=True)
+        return [
+            replace(start, ref=ref, address=address, method="load")
+            for start, ref, address in places
+        ]
 
     def _load(self, actor: Any) -> Any:
         """Start to import the modules of the workers, while the driver prepares their arguments.
@@ -316,12 +315,12 @@ class RayWorkerGroup(WorkerGroup[W]):
             processes = WorkerProcesses(self.name, resource_pool, entry.options, entries)
         self.processes = processes
         self._roles: dict[str, RayWorkerGroup[Any]] = {}
-        for role, role_entry in roles.items():
-            self._roles[role] = RayWorkerGroup(resource_pool, role_entry, role, processes)
         # With several roles, the group has their methods in place of those of `WorkerDict`.
         if roles:
             self.methods = {}
-        for role, group in self._roles.items():
+        for role, role_entry in roles.items():
+            group = RayWorkerGroup(resource_pool, role_entry, role, processes)
+            self._roles[role] = group
             for method, registration in group.methods.items():
                 self.methods[f"{role}_{method}"] = registration
 
@@ -396,11 +395,12 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     def shutdown(self) -> None:
         """End the processes, with all roles in them, and wait until they are gone."""
-        self.processes.is_ended = True
-        for bundle in self.processes.bundles:
-            if self.processes.name in bundle.groups:
-                bundle.groups.remove(self.processes.name)
-        calls.end_processes(self.processes.actors, self.processes.address_refs)
+        processes = self.processes
+        processes.is_ended = True
+        for bundle in processes.bundles:
+            if processes.name in bundle.groups:
+                bundle.groups.remove(processes.name)
+        calls.end_processes(processes.actors, processes.address_refs)
 
 
 class RayWorkerGroups(WorkerGroups):
@@ -452,10 +452,8 @@ class RayWorkerGroups(WorkerGroups):
 
     def await_start(self) -> None:
         """Wait until all processes have started and have imported the modules of their workers."""
-        loads = []
-        for group in self._pool_groups.values():
-            loads += group.processes.loads()
-        calls.resolve(loads)
+        groups = self._pool_groups.values()
+        calls.resolve([load for group in groups for load in group.processes.loads()])
 
     def describe(self) -> dict[str, str]:
         """Nodes, roles and threads of each pool, to be printed."""

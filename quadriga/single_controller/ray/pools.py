@@ -155,6 +155,7 @@ class RayResourcePool(ResourcePool):
             key=lambda part: (address_order(part[0].address), part[0].node_id),
         )
         groups = []
+        bundles = []
         for number, (node, count) in enumerate(parts):
             group = placement_group(
                 [each] * count,
@@ -163,12 +164,11 @@ class RayResourcePool(ResourcePool):
                 bundle_label_selector=[{"ray.io/node-id": node.node_id}] * count,
             )
             groups.append(group)
+            bundles += [Bundle(group, index, node.node_id) for index in range(count)]
         self._await_placement(groups, each)
-
-        for group, (node, count) in zip(groups, parts, strict=True):
-            self._bundles += [Bundle(group, index, node.node_id) for index in range(count)]
+        self._bundles = bundles
         # Several parts may share a node.
-        counts = list(Counter(bundle.node_id for bundle in self._bundles).values())
+        counts = list(Counter(bundle.node_id for bundle in bundles).values())
         num_wanted = len(self.process_on_nodes)
         if len(counts) < num_wanted:
             pool = f"resource pool {self.name} {self.device_on_nodes}"
@@ -279,7 +279,6 @@ class ResourcePoolManager:
                     expected=f"one of {known_pools or 'the pools, of which there are none'}",
                     fix="Name the pool in trainer.resource_pools, or choose another for the role.",
                 )
-        devices = devices or {}
         self.pools: dict[str, RayResourcePool] = {}
         for name, counts in self.resource_pool_spec.items():
             if name not in self.mapping.values():
@@ -289,7 +288,7 @@ class ResourcePoolManager:
                     expected="at least one",
                     fix="Remove the pool, or map a role to it.",
                 )
-            num_devices = devices.get(name, 1)
+            num_devices = (devices or {}).get(name, 1)
             pool = RayResourcePool(counts, use_gpu, name, max_colocate_count, num_devices)
             self.pools[name] = pool
 

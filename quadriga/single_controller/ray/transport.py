@@ -406,11 +406,10 @@ def unpack(body: Any, values: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str
         return body
     parts = []
     for place in pickle.loads(body):
-        if isinstance(place, bytes):
-            parts.append(place)
-        else:
+        if not isinstance(place, bytes):
             ref, array, start, stop = place
-            parts.append(values[ref][array][start:stop])
+            place = values[ref][array][start:stop]
+        parts.append(place)
     return pickle.loads(parts[0], buffers=map(_writable_copy, parts[1:]))
 
 
