@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -136,14 +137,10 @@ class MergedFiles:
         self.adapter = adapter
         self.scale = scale
         self.shapes = base.shapes
-        self._adapted: set[str] = set()
         # Factors of an adapter for another model must not be ignored silently.
-        unused_names = set(adapter.shapes)
-        for name in base.shapes:
-            names_of_factors = set(factor_names(name))
-            if names_of_factors <= adapter.shapes.keys():
-                self._adapted.add(name)
-                unused_names -= names_of_factors
+        pairs = map(factor_names, base.shapes)
+        complete_pairs = [pair for pair in pairs if adapter.shapes.keys() >= set(pair)]
+        unused_names = adapter.shapes.keys() - set(chain(*complete_pairs))
         if unused_names:
             got = (
                 f"{len(unused_names)} tensors for modules that the base model does not have, "
@@ -155,9 +152,9 @@ class MergedFiles:
     def read(self, name: str) -> Tensor:
         """Read one weight [out, in], with its adapter merged if it has one."""
         weight = self.base.read(name)
-        if name not in self._adapted:
-            return weight
         name_a, name_b = factor_names(name)
+        if name_a not in self.adapter.shapes:
+            return weight
         factor_a = self.adapter.read(name_a)
         factor_b = self.adapter.read(name_b)
         return merge(weight.float(), factor_a, factor_b, self.scale)

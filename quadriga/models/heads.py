@@ -233,6 +233,12 @@ class _ScoreOptions:
     shard: VocabularyShard | None
     use_triton: bool
 
+    def prepare_logits(self, logits: Tensor) -> None:
+        """Turn a head's products [..., V'] into logits over the temperature, in place."""
+        self.rule.apply(logits)
+        if self.temperature != 1.0:
+            logits.div_(self.temperature)
+
 
 def head_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, workspace: Tensor | None = None
@@ -281,8 +287,8 @@ def exact_in_bfloat16() -> Iterator[None]:
         settings.fp32_precision = before
 
 
-# The likeliest tokens' logits or log-probs, and their ids: [M, k] each, or None twice.
-_Top = tuple[Tensor, Tensor] | tuple[None, None]
+# The likeliest tokens' logits or log-probs, and their ids: [M, k] each. None: not requested.
+_Top = tuple[Tensor, Tensor] | None
 
 
 class _TokenInputs(NamedTuple):
@@ -327,7 +333,7 @@ class _TokenScoresFunction(torch.autograd.Function):
             is_local = (target_rows >= 0) & (target_rows < weight.shape[0])
             target_rows = torch.where(is_local, target_rows, -1)
         ctx.workspace = None
-        top: _Top = (None, None)
+        top = None
         if options.use_triton:
             parts = heads_triton.statistics(
                 hidden,
@@ -348,7 +354,7 @@ class _TokenScoresFunction(torch.autograd.Function):
         if options.shard is not None and len(targets):
             group = options.shard.group
             statistics = _combine_parts(_gather_ranks(statistics, group))
-            if top[0] is not None:
+            if top is not None:
                 top = _merge_top_of_ranks(top, options.top_k, group)
 
         normalizer, entropy, target_logit, squares, *other_target_logits = statistics
@@ -358,17 +364,14 @@ class _TokenScoresFunction(torch.autograd.Function):
             columns = [log_probs, *(logits - normalizer for logits in other_target_logits)]
             log_probs = torch.stack(columns, 1)
         squares = squares.clone()
-        without_gradient = [squares]
-        if top[0] is not None:
+        ctx.mark_non_differentiable(squares, *(top or ()))
+        if top is not None:
             top[0].sub_(normalizer[:, None])  # from logits to log-probs
-            without_gradient += top
-
-        ctx.mark_non_differentiable(*without_gradient)
         ctx.save_for_backward(hidden, weight, bias, target_rows, normalizer, entropy)
         ctx.options = options
         ctx.set_materialize_grads(False)
         # Copies, so that the caller cannot change tensors that are saved for the backward pass.
-        return log_probs, entropy.clone(), squares, *top
+        return log_probs, entropy.clone(), squares, *(top or (None, None))
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, *_):
@@ -440,8 +443,7 @@ def _gather_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _merge_top_of_ranks(top: tuple[Tensor, Tensor], top_k: int, group: dist.ProcessGroup) -> _Top:
     """Find the likeliest tokens [M, k] of the vocabulary among the likeliest of each rank."""
     # [ranks, M, k] -> [M, ranks * k]
-    values = _gather_ranks(top[0], group).transpose(0, 1).flatten(1)
-    ids = _gather_ranks(top[1], group).transpose(0, 1).flatten(1)
+    values, ids = (_gather_ranks(part, group).transpose(0, 1).flatten(1) for part in top)
     top_values, order = values.topk(top_k, dim=-1)
     return top_values, ids.gather(-1, order)
 
@@ -475,7 +477,7 @@ def _chunked_statistics(
     statistics = hidden.new_zeros(3 + target_rows.shape[1], num_tokens, dtype=torch.float32)
     workspace_size = min(options.chunk_tokens, num_tokens)
     workspace = hidden.new_empty(workspace_size, num_rows, dtype=torch.float32)
-    top: _Top = (None, None)
+    top = None
     if options.top_k is not None:
         shape = (num_tokens, options.top_k)
         top = (statistics.new_full(shape, -torch.inf), target_rows.new_full(shape, -1))
@@ -489,7 +491,7 @@ def _chunked_statistics(
             _block_statistics(
                 logits[block], chunk_target_rows[block], chunk_statistics[:, block], options
             )
-        if top[0] is not None:
+        if top is not None:
             # A shard may have fewer than k rows.
             num_best = min(top[0].shape[1], num_rows)
             best = logits.topk(num_best, dim=-1)
@@ -510,34 +512,30 @@ def _block_statistics(
         result: [3 + K, C] zeros, changed in place.
         options: options of `token_scores`.
     """
-    if options.rule.softcap is not None:
-        options.rule.apply(logits)
-    if options.temperature != 1.0:
-        logits.div_(options.temperature)
+    options.prepare_logits(logits)
     normalizer, entropy, target_logit, squares, *other_target_logits = result
-    target_logits = logits.new_full(target_rows.shape, -torch.inf)
     if not logits.shape[1]:
-        normalizer.fill_(-torch.inf)
-    else:
-        target_logits = logits.gather(-1, target_rows.clamp(min=0))
-        target_logits.masked_fill_(target_rows < 0, -torch.inf)
-        # Relative to the largest logit, so that exponentials do not overflow.
-        peak = logits.amax(-1)  # [C]
-        shifted = logits - peak[:, None]
-        # Only the entropy needs the shifted logits again. Without it, their memory is reused.
-        weights = shifted.exp() if options.with_entropy else shifted.exp_()
-        total = weights.sum(-1)
-        log_total = total.log()
-        torch.add(peak, log_total, out=normalizer)
-        if options.with_entropy:
-            mean = torch.linalg.vecdot(weights, shifted) / total
-            torch.sub(log_total, mean, out=entropy)
-        if options.with_sum_pi_squared:
-            torch.div(torch.linalg.vecdot(weights, weights), total.square(), out=squares)
-    for logit, column in zip(
-        (target_logit, *other_target_logits), target_logits.unbind(1), strict=True
-    ):
-        logit.copy_(column)
+        # This rank has no rows: the normaliser and the targets' logits are those of nothing.
+        for row in (normalizer, target_logit, *other_target_logits):
+            row.fill_(-torch.inf)
+        return
+    target_logits = logits.gather(-1, target_rows.clamp(min=0))
+    target_logits.masked_fill_(target_rows < 0, -torch.inf)
+    for number, row in enumerate((target_logit, *other_target_logits)):
+        row.copy_(target_logits[:, number])
+    # Relative to the largest logit, so that exponentials do not overflow.
+    peak = logits.amax(-1)  # [C]
+    shifted = logits - peak[:, None]
+    # Only the entropy needs the shifted logits again. Without it, their memory is reused.
+    weights = shifted.exp() if options.with_entropy else shifted.exp_()
+    total = weights.sum(-1)
+    log_total = total.log()
+    torch.add(peak, log_total, out=normalizer)
+    if options.with_entropy:
+        mean = torch.linalg.vecdot(weights, shifted) / total
+        torch.sub(log_total, mean, out=entropy)
+    if options.with_sum_pi_squared:
+        torch.div(torch.linalg.vecdot(weights, weights), total.square(), out=squares)
 
 
 def _chunked_gradients(
@@ -597,10 +595,7 @@ def _chunked_gradients(
         for block in _slices(length, block_size):
             block_logits = logits[block]
             if not has_logits:
-                if options.rule.softcap is not None:
-                    options.rule.apply(block_logits)
-                if options.temperature != 1.0:
-                    block_logits.div_(options.temperature)
+                options.prepare_logits(block_logits)
             _block_gradients(
                 block_logits, chunk_target_rows[block], chunk_inputs.select(block), options
             )

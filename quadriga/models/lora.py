@@ -199,9 +199,8 @@ def _inject_factors(model: PreTrainedModel, shape: AdapterShape) -> None:
         base = layer.get_base_layer()
         if type(base) is nn.Linear and base is not head:
             continue
-        description = "the head"
-        if base is not head:
-            description = f"a module {str(base).splitlines()[0].rstrip('(')}"
+        kind = f"a module {str(base).splitlines()[0].rstrip('(')}"
+        description = "the head" if base is head else kind
         raise EngineError(
             _TARGETS,
             got=f"{shape.target_modules!r}, which includes {description}",

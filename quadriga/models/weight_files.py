@@ -108,7 +108,6 @@ def _files_of_index(folder: Path) -> list[Path]:
         # Compare paths without resolving links: in a hub's cache, files are links to other folders.
         if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
             raise _outside_error(index, file)
-    for file in files:
         if not file.exists():
             expected = f"the file that {INDEX} names"
             raise CheckpointError(str(file), "no such file", expected, _ANOTHER)
