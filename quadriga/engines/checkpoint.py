@@ -379,8 +379,7 @@ class StateCopier:
     def __init__(self, state: State, world: ProcessGroup) -> None:
         planner = DefaultSavePlanner(**_UNSHARDED)
         planner.set_up_planner(dict(state), is_coordinator=world.is_first)
-        local_plans = world.gather(planner.create_local_plan())
-        plans, chunk_list = planner.create_global_plan(local_plans)
+        plans, chunk_list = planner.create_global_plan(world.gather(planner.create_local_plan()))
         self.plan = CopyPlan(chunk_list, {}, [])
         self._chunks = []  # first byte in a slot, and tensor, of each chunk of this rank
         # Lay out the chunks of each rank in its slot, one after the other, behind the header.

@@ -344,8 +344,5 @@ class KeyGradientSums(dict[PaddedRows, Sequence[Tensor]]):
 
         The sums are copied, because their memory is about to be overwritten by gradients.
         """
-        removed = []
-        for keys in runs:
-            if keys in self:
-                removed.append((keys, [total.clone() for total in self.pop(keys)]))
-        return removed
+        removed = [(keys, self.pop(keys)) for keys in runs if keys in self]
+        return [(keys, [total.clone() for total in totals]) for keys, totals in removed]

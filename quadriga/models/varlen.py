@@ -93,9 +93,7 @@ class PackedRuns:
 
 def _token_indices(segments: Iterable[Segment], device: torch.device) -> Tensor:
     """Find the packed indices of the tokens of some segments."""
-    ranges = []
-    for segment in segments:
-        ranges.append(np.arange(segment.start, segment.start + segment.length))
+    ranges = [np.arange(segment.start, segment.start + segment.length) for segment in segments]
     return torch.from_numpy(np.concatenate(ranges)).to(device)
 
 

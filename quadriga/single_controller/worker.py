@@ -128,7 +128,7 @@ class Worker:
             return b""
         return recording.finish()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
         """Data-parallel rank in a mesh, and whether the output of this rank is collected.
 
@@ -142,14 +142,14 @@ class Worker:
             raise WorkerError(where, got=got, fix=fix)
         return self._meshes[mesh_name]
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(
         self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run `function(worker, chunk, ...)` on every rank."""
         return function(self, *args, **kwargs)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    @register(Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(
         self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:

@@ -294,8 +294,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
         # On each node of the pool, ranks are counted from 0.
         for num_processes in pool.process_on_nodes:
             for local_rank in range(num_processes):
-                rank = len(self._places)
-                place = WorkerPlace(rank, pool.world_size, local_rank, num_processes)
+                place = WorkerPlace(len(self._places), pool.world_size, local_rank, num_processes)
                 self._places.append(place)
                 with placed(place):
                     worker = entry.cls.__new__(entry.cls, *entry.args, **entry.kwargs)

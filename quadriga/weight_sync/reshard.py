@@ -222,19 +222,17 @@ class ReshardedWeights:
 
         # Exchanged as JSON, in which boxes become lists and dtypes are given by their names.
         held_here = {name: box for name, (box, _) in held.items()}
-        wanted_here = {}
-        dtypes_here = {}
-        for name, (box, dtype) in wanted_shards.items():
-            wanted_here[name] = box
-            dtypes_here[name] = str(dtype).removeprefix("torch.")
+        wanted_here = {
+            name: (box, str(dtype).removeprefix("torch."))
+            for name, (box, dtype) in wanted_shards.items()
+        }
         held_boxes = []
         wanted_boxes = []
-        for rank_held, rank_wanted, rank_dtypes in self._gather(
-            [held_here, wanted_here, dtypes_here]
-        ):
+        for rank_held, rank_wanted in self._gather([held_here, wanted_here]):
             held_boxes.append({name: Box(*map(tuple, box)) for name, box in rank_held.items()})
-            wanted_boxes.append({name: Box(*map(tuple, box)) for name, box in rank_wanted.items()})
-            for name, dtype_name in rank_dtypes.items():
+            wanted_boxes.append({})
+            for name, (box, dtype_name) in rank_wanted.items():
+                wanted_boxes[-1][name] = Box(*map(tuple, box))
                 self._dtypes[name] = getattr(torch, dtype_name)
 
         # All ranks make the same plan from the same data; each keeps only its own moves.
@@ -278,9 +276,7 @@ class ReshardedWeights:
         if tensor.dtype != dtype or held.overlap(target) != target:
             return None
         view = held.view(tensor, target)
-        if view.is_contiguous() and view.device == self.device:
-            return view
-        return None
+        return view if view.is_contiguous() and view.device == self.device else None
 
     @torch.no_grad()
     def _fill_shards(self, held: Held, wanted_shards: Wanted, version: int) -> Iterator[str]:
@@ -417,10 +413,9 @@ class ReshardedWeights:
             raise WeightSyncError(where, got=got, expected="one version everywhere")
         for rank, number in (expected != received).nonzero().tolist():
             # The fingerprint is that of all blocks from the rank, so any of them may be corrupt.
-            names = []
-            for move in self._buckets[number - 1]:
-                if move.sender == rank and move.receiver == self.rank:
-                    names.append(move.name)
+            moves = self._buckets[number - 1]
+            sides = (rank, self.rank)
+            names = [move.name for move in moves if (move.sender, move.receiver) == sides]
             count = f"{len(names)} weights from rank {rank}"
             raise WeightSyncError(
                 where,

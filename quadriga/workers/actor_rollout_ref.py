@@ -97,7 +97,7 @@ class ActorRolloutRefWorker(Learner):
         self.sends_adapter_alone = False  # whether an adapter is sent without being merged
         self.has_sent_frozen = False  # whether the weights below the adapter were sent
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the models and build the engines. Returns choices, with reasons, to be printed."""
         self.join(self.section, self.section.fsdp_config, ACTOR)
@@ -204,7 +204,7 @@ class ActorRolloutRefWorker(Learner):
         way = "alone, after the weights below it" if route.is_alone else "merged"
         return f"to the rollout it goes {way} ({route.reason})"
 
-    @register(dispatch_mode=BY_GROUP)
+    @register(BY_GROUP)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate responses to prompts; see `rollout.generate_sequences`."""
         # An engine that has slept since the last publication may have dropped its weights.
@@ -213,13 +213,13 @@ class ActorRolloutRefWorker(Learner):
         self.weight_sync.verify(self.generation.engine, self.weight_version)
         return self.generation.generate(prompts, self.weight_version)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, beside=True)
+    @register(Dispatch.ONE_TO_ALL, beside=True)
     def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> QueueReply:
         """Exchange the calls of a server; see `CallQueue.exchange`."""
         generation = self.generation if self.stream is None else self.stream.generation
         return generation.exchange_calls(calls, cancelled)
 
-    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @register(BY_REPLICA, blocking=False)
     @timed("old_log_prob")
     def compute_log_prob(self, data: DataProto, with_sum_pi_squared: bool = False) -> DataProto:
         """Compute the log-probs of the current actor.
@@ -245,7 +245,7 @@ class ActorRolloutRefWorker(Learner):
         scores["entropys"] = scores.pop("entropy")
         return DataProto.from_dict(tensors=scores)
 
-    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @register(BY_REPLICA, blocking=False)
     @timed("ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Compute `ref_log_prob` [B, T], the log-probs of the policy that training started from."""
@@ -268,7 +268,7 @@ class ActorRolloutRefWorker(Learner):
         micro = MicroBatching(num_sequences, max_tokens, self.share_prompts)
         return infer(engine, data, micro, temperature=self.rollout_config.temperature, **outputs)
 
-    @register(dispatch_mode=BY_REPLICA)
+    @register(BY_REPLICA)
     def update_actor(self, data: DataProto, with_log_probs: bool = False) -> DataProto:
         """Learn from a batch with advantages [B, T]. Does not publish the new weights.
 
@@ -298,7 +298,7 @@ class ActorRolloutRefWorker(Learner):
         }
         return DataProto.from_dict(tensors=columns, meta_info=result.meta_info)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    @register(Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def ranks_and_costs(self) -> tuple[int, float, float, Callable[[torch.Tensor], float]]:
         """Number of data-parallel ranks, and the actor's costs, as `SequenceCost` takes them."""
         cost = self.engine.cost
@@ -337,7 +337,7 @@ class ActorRolloutRefWorker(Learner):
             shards[base_name(name)] = (Box(start, tuple(tensor.shape)), tensor.detach())
         return shards
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
         """Publish the actor's weights to the rollout, which refuses to generate with any others."""
         self.weight_version = version
@@ -349,7 +349,7 @@ class ActorRolloutRefWorker(Learner):
         with self.weights(has_frozen=rollout.has_frozen_weights) as weights:
             self.weight_sync.publish(weights, rollout, version)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    @register(Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def open_stream(self, done: Done) -> GenerationStream:
         """Open a stream, which generates in this process during training, until `close`.
 
@@ -370,7 +370,7 @@ class ActorRolloutRefWorker(Learner):
         self.stream = GenerationStream(generation, done)
         return self.stream
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def copy_weights(self) -> WeightCopy | None:
         """Copy the actor's current weights in the dtype of the rollout, with an adapter merged.
 
@@ -390,7 +390,7 @@ class ActorRolloutRefWorker(Learner):
                     copied[name] = weight.to(device, copy=True)
         return WeightCopy(copied, marks.read()) if self.rank == 0 else None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:
         """Prepare the weight sync with a rollout in other processes.
 
@@ -424,7 +424,7 @@ class ActorRolloutRefWorker(Learner):
         self.sender = WeightSender(self.place.master_addr, ranks, device, bucket_bytes)
         return self.sender.address
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int, has_frozen: bool = False) -> None:
         """Send the actor's weights to a rollout in other processes, which must receive them now.
 
@@ -446,13 +446,13 @@ class ActorRolloutRefWorker(Learner):
                 for _ in weights:
                     pass
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> None:
         """Load the actor from below `directory`. Does not publish its weights to the rollout."""
         super().load_checkpoint(directory)
         self.has_sent_frozen = False
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Close the rollout and the weight sync, and leave the process group."""
         if self.stream is not None:

@@ -346,7 +346,7 @@ class EngineWorker(Worker):
         size = f"{facts['parameters'] / 1e6:.1f} M parameters"
         return engine, f"{size}, {facts['weights']} ({self.dtype.reason}){offloaded}"
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Leave the process group of the role."""
         process_group.leave(self.processes.world)
@@ -504,41 +504,41 @@ class Learner(EngineWorker):
         metrics[f"perf/mfu/{name}"] = Metric(flops_per_s / self._peak_flops)
         return DataProto(meta_info={"metrics": metrics})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path) -> None:
         """Copy the model and its optimizer, and start to write the copies below `directory`."""
         contents = frozenset(self.section.checkpoint.save_contents)
         self.checkpoint.start(directory / self.part, contents)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def checkpoint_bytes(self) -> dict[str, int]:
         """Sizes in bytes of the tensors that `save_checkpoint` writes, of all ranks together."""
         return self.checkpoint.sizes(frozenset(self.section.checkpoint.save_contents))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def save_model(self, directory: Path) -> None:
         """Start to write the model as a Hugging Face folder, below `directory`."""
         self.checkpoint.start(directory, frozenset({"hf_model"}))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
         """Whether the checkpoint is complete on disk. With `wait`, waits until it is."""
         return self.checkpoint.writer.is_written(wait=wait)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> None:
         """Read the model and its optimizer from below `directory`."""
         contents = frozenset(self.section.checkpoint.load_contents)
         self.checkpoint.load(directory / self.part, contents)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def plan_copies(self) -> CopyPlan | None:
         """Plan the copies of the model and its optimizer. Rank 0 returns the plan of all ranks."""
         with self.engine.awake(*ALL_KINDS):
             self.copier = StateCopier(self.engine.state(COPIED), self.engine.world)
         return self.copier.plan if self.rank == 0 else None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def open_copies(self, paths: Sequence[str]) -> str:
         """Open the memory for this rank's copies.
 
@@ -554,13 +554,13 @@ class Learner(EngineWorker):
             return str(error)
         return ""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def copy_state(self, step: int) -> None:
         """Start to copy the model and its optimizer after a step."""
         offloaded = self.engine.offloaded
         offloaded.copying = self.copier.start(step, offloaded.on_host)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def load_copy(self, plan: CopyPlan, read: Callable[[int, int, int], Any]) -> None:
         """Load the model and its optimizer from a copy; see `read_copy`."""
         with self.engine.awake(*ALL_KINDS):

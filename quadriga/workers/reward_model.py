@@ -36,7 +36,7 @@ _KEY = "reward_model.model.input_tokenizer"
 class RewardModelWorker(EngineWorker):
     """A frozen reward model, which scores the responses of the policy."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the model and its tokenizer. Returns the choices, with reasons, to be printed."""
         section = self.config.reward_model
@@ -67,12 +67,12 @@ class RewardModelWorker(EngineWorker):
             reason += f", up to {self.limit} tokens"
         return {"reward model": about, "reward inputs": reason}
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    @register(Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def reads_chats(self) -> bool:
         """Whether `compute_rm_score` reads `CHAT_OBJECTS` besides the tokens."""
         return self.judge is not None
 
-    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @register(BY_REPLICA, blocking=False)
     @timed("rm")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Score responses.
@@ -151,8 +151,7 @@ class RewardModelWorker(EngineWorker):
                 empty = "response" if prompt else "prompt"
                 where = f"row {number} of a batch for the reward model"
                 raise EngineError(f"{where}: got an empty {empty}, expected at least one token")
-            inputs = image_inputs[number] or {}
-            rows.append(SequenceTokens(prompt, response, positions, inputs))
+            rows.append(SequenceTokens(prompt, response, positions, image_inputs[number] or {}))
         if self.judge is not None:
             # Positions and images are for the policy's tokens, which rendering would change.
             if any(row.inputs for row in rows):

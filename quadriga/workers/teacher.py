@@ -42,7 +42,7 @@ _OUTPUTS = {
 class TeacherWorker(EngineWorker):
     """The teachers of all data sources."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the teachers. Returns the choices, with reasons, to be printed."""
         self.section = self.config.distillation
@@ -64,7 +64,7 @@ class TeacherWorker(EngineWorker):
             descriptions.append(f"{path}, {size}")
         return {"teacher": "; ".join(descriptions)}
 
-    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @register(BY_REPLICA, blocking=False)
     @timed("teacher")
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """Score each row by the teacher of its data source.
@@ -135,7 +135,7 @@ class TeacherWorker(EngineWorker):
         require_teachers(self.config, zip(places, sources, strict=True))
         return [str(self.section.teacher_of(source)) for source in sources]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Close the connections to servers, and leave the process group of the role."""
         for server in self.servers.values():

@@ -105,8 +105,7 @@ class _Meshes:
     @classmethod
     def of(cls, mesh: DeviceMesh, model_axis: str, fsdp_axis: str) -> "_Meshes":
         """Slice a mesh by the names of its axes."""
-        replicated = mesh["dp_replicate", model_axis, fsdp_axis]
-        return cls(mesh[model_axis], mesh[fsdp_axis], replicated)
+        return cls(mesh[model_axis], mesh[fsdp_axis], mesh["dp_replicate", model_axis, fsdp_axis])
 
 
 class PartialWeights:
@@ -285,8 +284,7 @@ class PartialWeights:
                 dtype = parameter.dtype or self.dtype
                 tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
             if self.processes.layout.pp > 1:
-                group = self.processes.group("pp")
-                dist.broadcast(tensor, group=group, group_src=parameter.stage)
+                dist.broadcast(tensor, group=self.processes.group("pp"), group_src=parameter.stage)
             yield full_name, tensor
             # Free it before the next one is gathered.
             del tensor

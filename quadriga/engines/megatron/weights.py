@@ -92,8 +92,7 @@ class MegatronWeights(PartialWeights):
         for key, parameter in self.parameters.items():
             parameter.requires_grad_(bool(self.trained))
             if self.trained and dtype != torch.float32:
-                hook = partial(_add_to, self.sums, key)
-                parameter.register_post_accumulate_grad_hook(hook)
+                parameter.register_post_accumulate_grad_hook(partial(_add_to, self.sums, key))
         self.masters = {}
         with torch.no_grad():
             for parameter in self.parameters.values():

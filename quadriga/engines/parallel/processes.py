@@ -93,5 +93,4 @@ def _meshes_of(
         experts = DeviceMesh(device_type, expert_ranks, mesh_dim_names=EXPERT_NAMES)
     storage = DeviceMesh(device_type, ranks.transpose(2, 3), mesh_dim_names=STORAGE_NAMES)
     work_sizes = (layout.pp, layout.dp_size, layout.sp, layout.tp)
-    work = init_device_mesh(device_type, work_sizes, mesh_dim_names=WORK_NAMES)
-    return storage, work, experts
+    return storage, init_device_mesh(device_type, work_sizes, mesh_dim_names=WORK_NAMES), experts

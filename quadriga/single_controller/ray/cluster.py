@@ -184,8 +184,7 @@ _OWN: list[_OwnCluster] = []  # the cluster of this process, if it has started o
 
 def _end_own_cluster(kind: type[BaseException] | None, *_: Any) -> None:
     """Exit callback: end the cluster of this process."""
-    is_failed = kind not in (None, KeyboardInterrupt, GeneratorExit)
-    _OWN.pop().end(is_failed=is_failed)
+    _OWN.pop().end(is_failed=kind not in (None, KeyboardInterrupt, GeneratorExit))
 
 
 def is_cluster_lost() -> bool:
