@@ -102,8 +102,7 @@ def mini_batches(
     if "row_index" in data.batch.keys():
         numbers = data.batch["row_index"].cpu()
     if len(numbers):
-        smallest = int(numbers.min())
-        largest = int(numbers.max())
+        smallest, largest = map(int, numbers.aminmax())
         if smallest < 0 or largest >= num_rows:
             raise EngineError(
                 "column row_index",

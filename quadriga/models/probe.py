@@ -127,17 +127,15 @@ def _states_and_numbers(
             batch_numbers.append(scorer(batch, ScoreQuestion())[scorer.output])
             batch_states.append(states.pop()[batch.predictors])
 
-        # By transformers. `row_numbers` has the number at the end of each row.
-        row_numbers = []
+        # By transformers, which itself computes the score at the end of each row, but no values.
+        row_scores = []
         with _use_transformers_modules(model):
             for prompt, response in rows:
                 tokens = torch.tensor([prompt + response[:-1]], device=model.device)
                 if isinstance(scorer, RewardScorer):
-                    output = model(input_ids=tokens, use_cache=False)
-                    row_numbers.append(output.logits[0])
+                    row_scores.append(model(input_ids=tokens, use_cache=False).logits[0])
                 else:
                     backbone(model)(input_ids=tokens, use_cache=False)
-                    row_numbers.append(head(states[-1][-1]))
     finally:
         hook.remove()
 
@@ -147,9 +145,9 @@ def _states_and_numbers(
         [hidden[len(prompt) - 1 :] for hidden, (prompt, _) in pairs]
     )  # [M, D]
     expected_numbers = head(expected_states)  # [M, 1]
-    # At the end of each row, compare with the number that transformers itself computed.
-    ends = torch.tensor([len(response) for _, response in rows]).cumsum(0) - 1
-    expected_numbers[ends] = torch.stack(row_numbers)
+    if row_scores:
+        ends = torch.tensor([len(response) for _, response in rows]).cumsum(0) - 1
+        expected_numbers[ends] = torch.stack(row_scores)
 
     state_scale = expected_states.abs().max().clamp(min=1.0)
     number_scale = expected_numbers.abs().max().clamp(min=1.0)

@@ -301,7 +301,7 @@ class ReshardedWeights:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         # For each peer, [ranks, 1 + buckets]: the version, then a fingerprint of each bucket.
         sent = torch.full((self.size, 1 + len(buckets)), version)
-        received = torch.full((self.size, 1 + len(buckets)), version)
+        received = sent.clone()
 
         for number, bucket in enumerate(buckets, start=1):
             # All-to-all expects the blocks in the order of the peers' ranks.

@@ -123,12 +123,11 @@ def _choose_unpredicted(
     if not plan.layout.has_own_modules and state_bytes >= _WARN_SHARE * device_bytes:
         _warn(config, f"weights and optimizer of {role} alone", state_bytes, device_bytes)
     recomputes = model.enable_gradient_checkpointing is not False
+    state = "on" if recomputes else "off"
     reason = "as configured"
     if model.enable_gradient_checkpointing == "auto":
         reason = f"the memory of an update is not predicted for {plan.unknown_part}"
-    return MemoryChoice(
-        recomputes, f"gradient checkpointing {'on' if recomputes else 'off'} ({reason})"
-    )
+    return MemoryChoice(recomputes, f"gradient checkpointing {state} ({reason})")
 
 
 def _plan_other_roles(config: Config, role: str, itemsize: int) -> dict[str, RolePlan]:

@@ -13,7 +13,7 @@ Legend: n packed tokens of a micro-batch on this rank, M predicted tokens, D hid
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,8 +55,7 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
     """
     share, remainder = divmod(num_layers, num_stages)
     start = stage * share + min(stage, remainder)
-    size = share + 1 if stage < remainder else share
-    return range(start, start + size)
+    return range(start, start + share + (stage < remainder))
 
 
 def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str]:
@@ -73,7 +72,7 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
     Raises:
         EngineError: the architecture does not have the expected modules.
     """
-    base = backbone(model)
+    base: Any = backbone(model)
     for attribute in ("layers", "norm"):
         if not hasattr(base, attribute):
             raise EngineError(
@@ -82,11 +81,10 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
                 expected="embedding, layers and norm, as in the Llama family",
                 fix="Set pipeline_model_parallel_size=1.",
             )
-    layers = cast(nn.ModuleList, base.layers)
-    local_layers = layers_of_stage(len(layers), processes.place.pp, processes.layout.pp)
-    for number, layer in enumerate(layers):
+    local_layers = layers_of_stage(len(base.layers), processes.place.pp, processes.layout.pp)
+    for number, layer in enumerate(base.layers):
         if number not in local_layers:
-            layers[number] = _PassThrough(layer)
+            base.layers[number] = _PassThrough(layer)
 
     # Find tied weights before the embedding is removed.
     table = model.get_input_embeddings()
@@ -109,7 +107,7 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
             setattr(base, name, 1.0)
     model.set_input_embeddings(nn.Identity())
     if is_vision(model.config):
-        cast(Any, model.base_model).visual = nn.Identity()
+        model.base_model.visual = nn.Identity()
     return tied_names if processes.is_last_stage else {}
 
 

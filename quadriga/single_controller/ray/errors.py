@@ -96,12 +96,7 @@ class Failure:
             kind = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
             if _is_lost_peer(error):
                 kind = PeerLostError
-            driver_error = kind(
-                str(error.where),
-                got=str(error.got),
-                expected=str(error.expected),
-                fix=str(error.fix),
-            )
+            driver_error = kind(*map(str, (error.where, error.got, error.expected, error.fix)))
             driver_error.worker = error.worker
         elif _is_lost_peer(error):
             got = str(error).partition("\n")[0]

@@ -178,22 +178,25 @@ class WorkerProcesses:
             variables = {THREADS: num_threads, "MKL_NUM_THREADS": mkl_threads}
             self.threads = f"{THREADS}={num_threads} in each process, as on the driver"
 
-        actor_options = dict(options)
-        runtime_env = dict(actor_options.pop("runtime_env", None) or {})
+        actor_options = {
+            **options,
+            # Ray's stubs know neither of these two options.
+            "concurrency_groups": {"control": 1, "beside": 2},
+            # Run calls in the order of submission, even if their arguments arrive in another
+            # order: all ranks must enter their collectives in the same order.
+            "allow_out_of_order_execution": False,
+        }
+        runtime_env = dict(options.get("runtime_env") or {})
         variables |= runtime_env.pop("env_vars", {})
-        # Ray's stubs know neither of these two options.
-        actor_options["concurrency_groups"] = {"control": 1, "beside": 2}
-        # Run calls in the order of submission, even if their arguments arrive in another order: all
-        # ranks must enter their collectives in the same order.
-        actor_options["allow_out_of_order_execution"] = False
         actor_class = ray.remote(**share, **actor_options)(WorkerProcess)
         self._factories: list[Any] = []
         for bundle in self.bundles:
-            strategy = PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index)
-            bundle_variables = threads[bundle.node_id].environment() | variables
+            environment = threads[bundle.node_id].environment() | variables
             factory = actor_class.options(
-                scheduling_strategy=strategy,
-                runtime_env={**runtime_env, "env_vars": bundle_variables},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    bundle.placement_group, bundle.index
+                ),
+                runtime_env={**runtime_env, "env_vars": environment},
             )
             self._factories.append(factory)
 

@@ -32,6 +32,7 @@ import io
 import os
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -327,12 +328,9 @@ class Outbox:
             Their locations, as for `_locations`.
         """
         # Bytes of each root that the ranks use together; equal parts count once.
-        keys_of_root = {}
-        for _, part in missing:
-            keys_of_root.setdefault(id(part.root), set()).add(part.key)
-        used_bytes = {}
-        for root_id, keys_of_parts in keys_of_root.items():
-            used_bytes[root_id] = sum(size for _, size in keys_of_parts)
+        used_bytes = Counter[int]()
+        for root_id, (_, size) in {(id(part.root), part.key) for _, part in missing}:
+            used_bytes[root_id] += size
 
         items = {}
         for draft, part in missing:
