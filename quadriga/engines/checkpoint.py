@@ -38,6 +38,7 @@ from traceback import format_exception
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
@@ -49,7 +50,7 @@ from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import METADATA, ChunkReader
 from quadriga.protocol.memory import SLOT_HEADER_BYTES, slot_of
 
-State = Mapping[str, torch.Tensor]
+State = Mapping[str, Tensor]
 """Tensors by name: DTensors if several ranks hold shards, plain tensors otherwise."""
 WrittenChunks = list[list[WriteResult]]
 """The chunks that a rank has written: one list for each folder."""
@@ -227,7 +228,7 @@ class _FolderChunks(DefaultSavePlanner):
         # The planner must not keep the engine's tensors, which change during the write.
         self.state_dict = {}
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
         """Give torch's writer the copy in place of the engine's tensor."""
         return self._copies[index.fqn]
 
@@ -262,7 +263,7 @@ class _FolderChunks(DefaultSavePlanner):
             )
 
 
-def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, or a plain tensor itself, detached."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -399,9 +400,7 @@ class StateCopier:
         with open(path, "r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
-    def start(
-        self, step: int, on_host: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> Future[None]:
+    def start(self, step: int, on_host: Callable[[Tensor], Tensor] | None = None) -> Future[None]:
         """Start to copy the state after a step.
 
         Args:

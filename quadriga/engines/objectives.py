@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from quadriga.algorithms.aggregate import LossCounts, agg_loss
 from quadriga.algorithms.distillation import forward_kl
@@ -35,7 +36,7 @@ from quadriga.models.experts import ROUTES
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import FIELDS, DataProto
 
-LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
+LossAndMetrics = tuple[Tensor, dict[str, Metric]]
 
 TEACHER_LOG_PROB = "teacher_log_prob"
 TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"
@@ -63,7 +64,7 @@ class Objective(ABC):
             return (*self.columns, ROLLOUT_NUM_TOKENS)
         return self.columns
 
-    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
+    def rows_with_gradient(self, data: DataProto) -> Tensor:
         """[B] bool: rows that can change the gradient.
 
         The other rows are not computed, but count where losses are normalised.
@@ -72,7 +73,7 @@ class Objective(ABC):
 
     @abstractmethod
     def __call__(
-        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+        self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         """Compute a micro-batch's share of the loss.
 
@@ -102,7 +103,7 @@ def add_rollout_tokens(data: DataProto) -> None:
 
 def aggregation_of(
     config: BatchingConfig, rows: DataProto, counts: LossCounts
-) -> Callable[[torch.Tensor], torch.Tensor]:
+) -> Callable[[Tensor], Tensor]:
     """Bind `agg_loss` to the settings of a section, a micro-batch, and counts of its mini-batch.
 
     Args:
@@ -317,7 +318,7 @@ class PolicyObjective(Objective):
             fix="Name fields of the batch as positional parameters, and options after a `*`.",
         )
 
-    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
+    def rows_with_gradient(self, data: DataProto) -> Tensor:
         """[B] bool: rows that can change the gradient.
 
         With most losses, a row whose advantages are 0 has a gradient only if there is another term,
@@ -340,7 +341,7 @@ class PolicyObjective(Objective):
         return ((data.batch["advantages"] != 0) & mask).any(-1)
 
     def __call__(
-        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+        self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         config = self.config
         mask = rows.batch["response_mask"]
@@ -392,11 +393,11 @@ class PolicyObjective(Objective):
 
     def _add_loss_terms(
         self,
-        loss: torch.Tensor,
+        loss: Tensor,
         rows: DataProto,
-        outputs: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, Tensor],
         counts: LossCounts,
-        divergence: torch.Tensor | None,
+        divergence: Tensor | None,
     ) -> LossAndMetrics:
         """Add entropy bonus, KL loss, echo loss and distillation loss to the policy loss.
 
@@ -433,7 +434,7 @@ class PolicyObjective(Objective):
         return loss, metrics
 
     def _divergence_from(
-        self, teacher: DistillationConfig, rows: DataProto, outputs: Mapping[str, torch.Tensor]
+        self, teacher: DistillationConfig, rows: DataProto, outputs: Mapping[str, Tensor]
     ) -> LossAndMetrics:
         """Compute the divergence from the teacher [b, T], and metrics."""
         mask = rows.batch["response_mask"]
@@ -455,7 +456,7 @@ class PolicyObjective(Objective):
         return divergence, metrics
 
 
-def _token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
+def _token_mean(values: Tensor, mask: Tensor) -> Metric:
     """Mean of values [b, T] under a mask [b, T], weighted by the number of tokens."""
     num_tokens = mask.sum()
     return Metric((values.detach() * mask).sum() / num_tokens, "mean", num_tokens)
@@ -471,7 +472,7 @@ class ValueObjective(Objective):
         self.config = config
 
     def __call__(
-        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+        self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         mask = rows.batch["response_mask"]
         predicted = outputs["values"]
@@ -499,7 +500,7 @@ class LikelihoodObjective(Objective):
         self.config = config
 
     def __call__(
-        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+        self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         mask = rows.batch["response_mask"]
         loss = aggregation_of(self.config, rows, counts)(-outputs["log_probs"])
@@ -520,12 +521,12 @@ class ScoreObjective(Objective):
     name = "train"
     columns = ("response_mask", SCORE_SLOPE)
 
-    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
+    def rows_with_gradient(self, data: DataProto) -> Tensor:
         """[B] bool: rows whose score affects the loss."""
         return super().rows_with_gradient(data) & (data.batch[SCORE_SLOPE] != 0)
 
     def __call__(
-        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+        self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         # Only the gradient of the result has a meaning, not its value.
         scores = (outputs["scores"] * rows.batch["response_mask"]).sum(-1)

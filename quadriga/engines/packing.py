@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.engines.batches import RowLength
@@ -29,9 +30,9 @@ from quadriga.protocol.memory import images_key
 
 ECHO_MASK = "echo_mask"
 """Column [B, T]: 1 on tokens of tools and users, which have a separate loss."""
-Outputs = Mapping[str, torch.Tensor]
+Outputs = Mapping[str, Tensor]
 """Outputs for each predicted token, float32 [M] each: `values`, or `log_probs` and others."""
-LossFunction = Callable[[Outputs], torch.Tensor]
+LossFunction = Callable[[Outputs], Tensor]
 """Computes a loss [] from outputs, normalised over the whole mini-batch."""
 
 
@@ -41,7 +42,7 @@ class RowImages:
 
     # Inputs of the model: `pixel_values` [patches, values], `image_grid_thw` [images, 3], and the
     # like for videos.
-    inputs: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, Tensor]
     token_indices: np.ndarray  # indices of the image tokens in the row; they are never trained
     key: bytes  # equal for equal images
 
@@ -72,7 +73,7 @@ class PackingRules:
         return cls(ImageTokens.of(model.config), limit if is_packed(model) else 0)
 
 
-def echo_tokens(data: DataProto) -> torch.Tensor:
+def echo_tokens(data: DataProto) -> Tensor:
     """Find the tokens of tools and users that have a separate loss.
 
     Args:
@@ -265,7 +266,7 @@ def pack(
             row_numbers.append(np.full(len(row.loss_indices), number))
             columns.append(row.loss_indices)
 
-    def join(parts: list[np.ndarray]) -> torch.Tensor:
+    def join(parts: list[np.ndarray]) -> Tensor:
         """Concatenate the parts of all rows on the device."""
         return torch.from_numpy(np.concatenate(parts, axis=-1)).long().to(device)
 
@@ -298,7 +299,7 @@ class _Sequence:
     input_ids: list[np.ndarray] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
     # Inputs of images with the packed indices of their tokens.
-    images: list[tuple[Mapping[str, torch.Tensor], np.ndarray]] = field(default_factory=list)
+    images: list[tuple[Mapping[str, Tensor], np.ndarray]] = field(default_factory=list)
 
     def append(
         self, input_ids: np.ndarray, positions: np.ndarray, prefix: Segment | None = None

@@ -19,6 +19,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quadriga.algorithms.aggregate import LossCounts
 from quadriga.algorithms.masked import zero_outside
@@ -83,7 +84,7 @@ def infer(
     with_sum_pi_squared: bool = False,
     with_routes: bool = False,
     top_k: int | None = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Compute the model's outputs for every response token of a batch, without gradients.
 
     Args:
@@ -156,12 +157,12 @@ class FirstOutputs:
     NAMES = ("log_probs", "entropy")
 
     def __init__(self, num_rows: int, num_columns: int) -> None:
-        self.columns: dict[str, torch.Tensor] = {}
+        self.columns: dict[str, Tensor] = {}
         for name in self.NAMES:
             self.columns[name] = torch.zeros(num_rows, num_columns)
         self.is_computed = torch.zeros(num_rows, dtype=torch.bool)
 
-    def add(self, rows: torch.Tensor, packed: PackedBatch, outputs: Outputs) -> None:
+    def add(self, rows: Tensor, packed: PackedBatch, outputs: Outputs) -> None:
         """Add the outputs of a micro-batch, except those of rows that have some already.
 
         Args:
@@ -247,7 +248,7 @@ class MicroBatchLoss:
     metrics: dict[str, Metric] = field(default_factory=dict)  # of the last call
     outputs: Outputs | None = None  # of the last call, if they are kept
 
-    def __call__(self, outputs: Outputs) -> torch.Tensor:
+    def __call__(self, outputs: Outputs) -> Tensor:
         if self.keeps_outputs:
             is_response = self.rows.batch["response_mask"][self.packed.rows, self.packed.columns]
             self.outputs = {}
@@ -269,7 +270,7 @@ class _Updater:
     first_outputs: FirstOutputs | None
 
     def step(
-        self, mini_batch: DataProto, indices: torch.Tensor, positions: torch.Tensor, lr: float
+        self, mini_batch: DataProto, indices: Tensor, positions: Tensor, lr: float
     ) -> tuple[dict[str, Metric], dict[str, Metric]]:
         """Make one optimizer step.
 
@@ -381,7 +382,7 @@ class _Updater:
     def _sample_metrics(
         self,
         mini_batch: DataProto,
-        positions: torch.Tensor,
+        positions: Tensor,
         counts: LossCounts,
         routing: Routing | None,
     ) -> list[dict[str, Metric]]:
@@ -508,7 +509,7 @@ def _tensors_to_numbers(micro_metrics: list[dict[str, Metric]]) -> list[dict[str
     for metrics in micro_metrics:
         for metric in metrics.values():
             for number in (metric.value, metric.weight):
-                if isinstance(number, torch.Tensor):
+                if isinstance(number, Tensor):
                     tensors.append(number.double())
     if not tensors:
         return micro_metrics
@@ -516,7 +517,7 @@ def _tensors_to_numbers(micro_metrics: list[dict[str, Metric]]) -> list[dict[str
 
     def to_number(value: Any) -> Any:
         """Replace a tensor by the next number of the transfer."""
-        return next(numbers) if isinstance(value, torch.Tensor) else value
+        return next(numbers) if isinstance(value, Tensor) else value
 
     converted = []
     for metrics in micro_metrics:
@@ -580,9 +581,7 @@ def _pack_micro_batches(
         yield indices, packed
 
 
-def _pack_routes(
-    routes: torch.Tensor, attention_mask: torch.Tensor, packed: PackedBatch
-) -> torch.Tensor:
+def _pack_routes(routes: Tensor, attention_mask: Tensor, packed: PackedBatch) -> Tensor:
     """Arrange the replayed routes of padded rows as the tokens of a packed micro-batch.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quadriga.engines.packing import LossFunction, Outputs
@@ -37,7 +37,7 @@ class _PassThrough(nn.Module):
             if isinstance(value, (str, int)) and not name.startswith("_"):
                 setattr(self, name, value)
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return [1, n, D] unchanged."""
         return hidden
 
@@ -130,7 +130,7 @@ class Stage(nn.Module):
         self.question = ScoreQuestion()
         self.outputs: list[Outputs] = []
 
-    def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
+    def forward(self, received: Tensor, *, number: Tensor) -> Tensor:
         """Compute one micro-batch in this stage.
 
         Args:

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
@@ -200,17 +200,15 @@ def _gather_tokens(
     return args, kwargs | {"hidden_states": gathered}
 
 
-def _colwise_gathered_forward(
-    module: Any, group: dist.ProcessGroup, inputs: torch.Tensor
-) -> torch.Tensor:
+def _colwise_gathered_forward(module: Any, group: dist.ProcessGroup, inputs: Tensor) -> Tensor:
     """Forward pass of a colwise projection with gathered outputs: [1, N, D] -> [1, N, out]."""
     local = linear(inputs[0], module.weight, module.bias)
     return Collective.apply(local.t(), group, all_gather).t()[None].contiguous()
 
 
 def _rowwise_forward(
-    module: Any, group: dist.ProcessGroup, columns: slice, inputs: torch.Tensor
-) -> torch.Tensor:
+    module: Any, group: dist.ProcessGroup, columns: slice, inputs: Tensor
+) -> Tensor:
     """Forward pass of a rowwise projection: [1, N, inputs] -> [1, n, D].
 
     Args:
@@ -231,8 +229,8 @@ def _rowwise_forward(
 
 
 def _embedding_forward(
-    module: nn.Embedding, start: int, group: dist.ProcessGroup, input_ids: torch.Tensor
-) -> torch.Tensor:
+    module: nn.Embedding, start: int, group: dist.ProcessGroup, input_ids: Tensor
+) -> Tensor:
     """Forward pass of an embedding with a sharded vocabulary: [1, N] -> [1, n, D].
 
     Args:

@@ -42,6 +42,7 @@ import numpy as np
 import ray
 import torch
 from ray import cloudpickle
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quadriga.protocol import DataProto
@@ -65,7 +66,7 @@ class _NeedsRayError(Exception):
 class _BatchColumn(NamedTuple):
     """A column of a DataProto. Unlike other tensors, columns of an output may be lent."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class _OutOfBandBuffer:
     """Bytes of a value: the pickle stream itself, or memory outside the stream."""
 
     memory: np.ndarray
-    root: torch.Tensor | None = None  # the tensor whose storage contains the bytes; None: a copy
+    root: Tensor | None = None  # the tensor whose storage contains the bytes; None: a copy
     is_column: bool = False  # whether it is the memory of a column of a DataProto
 
     @property
@@ -101,7 +102,7 @@ class _Pickler(cloudpickle.Pickler):
         """Reduce tensors, columns and batches; refuse references to Ray's objects."""
         if type(obj) is _BatchColumn:
             return self._reduce_tensor(obj.tensor, is_column=True)
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
+        if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized:
             return self._reduce_tensor(obj, is_column=False)
         if isinstance(obj, DataProto):
             columns = None if obj.batch is None else map_columns(obj.batch, _BatchColumn)
@@ -111,7 +112,7 @@ class _Pickler(cloudpickle.Pickler):
             raise _NeedsRayError
         return super().reducer_override(obj)
 
-    def _reduce_tensor(self, tensor: torch.Tensor, *, is_column: bool) -> Any:
+    def _reduce_tensor(self, tensor: Tensor, *, is_column: bool) -> Any:
         """Reduce a tensor to a function that rebuilds it, and its arguments with the memory."""
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         memory = bytes_of(plain)
@@ -148,7 +149,7 @@ def _add_large_buffer(
     return memory.nbytes < BUFFER_FROM_BYTES
 
 
-def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
+def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> Tensor:
     """Rebuild a column on the memory of a buffer. If the memory is read-only, the column is lent.
 
     Args:
@@ -213,12 +214,12 @@ class _Item:
     """An array to put into the store."""
 
     memory: np.ndarray
-    root: torch.Tensor | None = None  # the tensor whose whole storage the array is
+    root: Tensor | None = None  # the tensor whose whole storage the array is
     stamp: Any = None  # stamp of the tensor
     ranks: set[int] = field(default_factory=set)  # the ranks that read it
 
 
-def stamp_of(root: torch.Tensor) -> Any:
+def stamp_of(root: Tensor) -> Any:
     """Stamp of a tensor's storage. Two stamps are equal if the bytes have not changed in between.
 
     Writes through `Tensor.data` and DLPack are not noticed.
