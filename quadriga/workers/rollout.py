@@ -74,12 +74,12 @@ class RolloutWorker(Worker):
         return self._make_generator()
 
     def _make_generator(self) -> ResponseGenerator:
-        """Build a generator."""
+        """Build an engine, with weights of its own, and its generator."""
         model_dtype = self.config.actor_rollout_ref.actor.fsdp_config.model_dtype
         size = rollout_group_size(self.config)
         group = None
         if size > 1:
-            # A group of its own for each engine, because engines may compute at the same time.
+            # Each engine has its own process groups: engines may compute at the same time.
             group = RolloutGroup(self.rank, self.world_size, size, self.device)
         return ResponseGenerator(
             self.config,

@@ -108,36 +108,38 @@ class GenerationStream:
         if self._loop is not None:
             self._converse(groups)
             return
+        # Requests and their futures by group and number of the row, as are saved responses.
         requests = self._requests_of_groups(groups)
-        saved_responses = {(group, row): _response_of(fields) for group, row, *fields in saved}
-        # "abort": the response had not ended when it was saved.
-        unfinished = [
-            key for key, response in saved_responses.items() if response.finish_reason == "abort"
-        ]
-        if unfinished and not self.engine.traits.continues_unfinished:
+        futures = {}
+        to_continue = {}
+        for group, row, *fields in saved:
+            response = _response_of(fields)
+            if response.finish_reason == "abort":
+                # It had not ended when it was saved.
+                to_continue[group, row] = response
+            else:
+                futures[group, row] = Future()
+                futures[group, row].set_result(response)
+        if to_continue and not self.engine.traits.continues_unfinished:
             raise RolloutError(
                 f"rollout.name={self.generation.config.actor_rollout_ref.rollout.name}",
-                got=f"{len(unfinished)} responses that another engine has begun",
+                got=f"{len(to_continue)} responses that another engine has begun",
                 expected="a checkpoint without unfinished responses",
                 fix=f"Resume with rollout.name={engines_with('continues_unfinished')}.",
             )
 
-        # First those to continue, then new ones.
-        order = [*unfinished, *(key for key in requests if key not in saved_responses)]
+        # The engine takes first those to continue, then new ones.
+        order = list(to_continue)
+        order += [key for key in requests if key not in to_continue and key not in futures]
         ordered_requests = [requests[key] for key in order]
         prompts, sampling, images = map(list, zip(*ordered_requests, strict=True))
-        to_continue = [saved_responses[key] for key in unfinished]
-        futures = self.engine.begin(prompts, sampling, images, joined, to_continue)
-        future_of_response = dict(zip(order, futures, strict=True))
+        begun = self.engine.begin(prompts, sampling, images, joined, list(to_continue.values()))
+        futures |= zip(order, begun, strict=True)
         started = time.perf_counter()
-        # Responses that had already ended when they were saved.
-        for key in saved_responses.keys() - future_of_response.keys():
-            future_of_response[key] = Future()
-            future_of_response[key].set_result(saved_responses[key])
 
         # All groups are open before the first callback runs.
         for group, rows in groups.items():
-            self._open[group] = [future_of_response[group, row] for row in range(len(rows))]
+            self._open[group] = [futures[group, row] for row in range(len(rows))]
         for group, rows in groups.items():
             for future in tuple(self._open[group]):
                 future.add_done_callback(partial(self._end_request, group, rows, started))
@@ -406,6 +408,7 @@ class ServedStream(GenerationStream):
             version: version of the weights.
             weights: see `load`. None: keep the older weights.
         """
+        # Wait for the weights here, in the driver's call: the engine then finds them complete.
         received = None if weights is None else DataProtoFuture(list, weights.get(), resolve=list)
         with self._changed:
             # If the leader of a group keeps its weights, the other ranks do not wait for new ones.

@@ -54,8 +54,9 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
         Numbers of the layers.
     """
     share, remainder = divmod(num_layers, num_stages)
-    start = stage * share + min(stage, remainder)
-    return range(start, start + share + (stage < remainder))
+    # First layers of this stage and of the next one.
+    bounds = [number * share + min(number, remainder) for number in (stage, stage + 1)]
+    return range(*bounds)
 
 
 def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str]:

@@ -125,6 +125,7 @@ class _Loss:
 
         # Without an address, the count at the start of the process is not known.
         oom_kills = address.oom_kills if address else log.oom_kills
+        # Either this driver has killed the process, or Ray and the traces say why it died.
         got, fix = _KILLED.get(address) or cause_of_death(error, log, oom_kills, call.worker.pid)
         if call.arguments():
             got += f" (called with {call.arguments()})"
