@@ -308,13 +308,7 @@ class _TokenInputs(NamedTuple):
 
     def select(self, tokens: slice) -> "_TokenInputs":
         """Select some of the tokens."""
-        grad_entropy = None if self.grad_entropy is None else self.grad_entropy[tokens]
-        return _TokenInputs(
-            grad_log_probs=self.grad_log_probs[tokens],
-            grad_entropy=grad_entropy,
-            normalizer=self.normalizer[tokens],
-            entropy=self.entropy[tokens],
-        )
+        return self._make(None if part is None else part[tokens] for part in self)
 
 
 class _TokenScoresFunction(torch.autograd.Function):
@@ -387,9 +381,7 @@ class _TokenScoresFunction(torch.autograd.Function):
             # On a GPU, the chunks are summed in float32.
             dtype = torch.float32 if weight.is_cuda else weight.dtype
             grad_weight = torch.zeros_like(weight, dtype=dtype)
-        grad_bias = None
-        if bias is not None and needs_bias:
-            grad_bias = torch.zeros_like(bias)
+        grad_bias = torch.zeros_like(bias) if needs_bias else None
 
         # Each chunk's gradient of the logits contributes to all three gradients.
         inputs = _TokenInputs(grad_log_probs, grad_entropy, normalizer, entropy)

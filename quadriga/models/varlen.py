@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quadriga.models.flash import Segment
+from quadriga.models.flash import Segment, random_state
 
 _aten = torch.ops.aten
 
@@ -220,9 +220,6 @@ def _backward(
         The gradients of the inputs.
     """
     grad, out, sums = results
-    # State of the random generator, which the kernel does not read without dropout.
-    seed = out.new_empty(2, dtype=torch.uint64)
-    offset = out.new_empty((), dtype=torch.uint64)
     grads = _aten._flash_attention_backward(
         grad,
         *inputs,
@@ -234,8 +231,7 @@ def _backward(
         keys.longest,
         0.0,
         is_causal,
-        seed,
-        offset,
+        *random_state(out.device),
         scale=scale,
         **_window_options(num_left),
     )

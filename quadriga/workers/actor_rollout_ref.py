@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -46,30 +45,14 @@ from quadriga.workers.models import load_policy
 from quadriga.workers.stream import Done, GenerationStream, WeightCopy
 
 
-class PolicyParts(NamedTuple):
-    """Parts of the policy in a worker."""
-
-    actor: bool
-    rollout: bool
-    reference: bool
-
-
-PARTS = {
-    "actor_rollout_ref": PolicyParts(actor=True, rollout=True, reference=True),
-    "actor_rollout": PolicyParts(actor=True, rollout=True, reference=False),
-    "actor": PolicyParts(actor=True, rollout=False, reference=False),
-    "ref": PolicyParts(actor=False, rollout=False, reference=True),
-}
-"""Parts by role. The rollout of the role `actor` is a role of its own: `workers.rollout`."""
-
-
 class ActorRolloutRefWorker(Learner):
     """Actor, rollout and reference policy, or some of them.
 
     Args:
         config: the configuration.
         tokenizer: tokenizer of the policy.
-        role: selects the parts; see `PARTS`.
+        role: `actor_rollout_ref`, `actor_rollout`, `actor` or `ref`: the parts, joined. The rollout
+            of the role `actor` is a role of its own: `workers.rollout`.
         is_trained: whether the actor is trained. An actor that only generates needs neither float32
             masters nor an optimizer.
     """
@@ -83,10 +66,13 @@ class ActorRolloutRefWorker(Learner):
         is_trained: bool = True,
     ) -> None:
         super().__init__(config, tokenizer)
-        self.parts = PARTS[role]
+        parts = role.split("_")
+        self.has_actor = "actor" in parts
+        self.has_rollout = "rollout" in parts
+        self.has_reference = "ref" in parts
         self.is_trained = is_trained
         self.rollout_config = config.actor_rollout_ref.rollout
-        self.has_adapter = self.parts.actor and config.actor_rollout_ref.model.has_adapter
+        self.has_adapter = self.has_actor and config.actor_rollout_ref.model.has_adapter
         self.reference: FSDPEngine | None = None
         self.weight_version = 0
         # Sends shards to the rollout's ranks, in this process or in others, if those take shards.
@@ -101,10 +87,10 @@ class ActorRolloutRefWorker(Learner):
     def init_model(self) -> dict[str, str]:
         """Load the models and build the engines. Returns choices, with reasons, to be printed."""
         self.join(self.section, self.section.fsdp_config, ACTOR)
-        choices = self._make_actor() if self.parts.actor else {}
+        choices = self._make_actor() if self.has_actor else {}
 
         reserves_memory = False
-        if self.parts.rollout:
+        if self.has_rollout:
             device = self.engine.device
             reads_keys = self.rollout_config.traits.reads_keys
             reserves_memory = device.type == "cuda" and "gpu_memory_utilization" in reads_keys
@@ -125,19 +111,19 @@ class ActorRolloutRefWorker(Learner):
         # The weights of the rollout come from the actor, whose adapter may travel separately.
         if self.has_adapter:
             choices["adapter"] += f"; {self._choose_route()}"
-        if self.parts.rollout:
+        if self.has_rollout:
             self.publish_weights(self.weight_version)
             if self.resharding is not None:
                 self.generation.engine.shares_weights = self.resharding.num_shared > 0
                 choices["rollout"] += f"; {self.resharding.describe()}"
 
         # Offload last, because only now it is known whether the rollout shares the weights.
-        if self.parts.actor and not reserves_memory:
-            is_shared = self.parts.rollout and self.generation.engine.shares_weights
+        if self.has_actor and not reserves_memory:
+            is_shared = self.has_rollout and self.generation.engine.shares_weights
             choices["weights"] += self.offload_training(keeps_weights=is_shared)
-        if self.parts.reference:
+        if self.has_reference:
             choices["reference"] = self._make_reference()
-        if self.parts.rollout and not self.is_trained and self.generation.calls is not None:
+        if self.has_rollout and not self.is_trained and self.generation.calls is not None:
             # Weights that never change can be used at any time.
             self.generation.calls.accept()
         return choices
@@ -189,7 +175,7 @@ class ActorRolloutRefWorker(Learner):
         self.reference = self.build_engine(loaded, self.section.fsdp_config, name="reference")
         is_offloaded = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
         if is_offloaded is None:
-            is_offloaded = self.parts.actor and self.device.type != "cpu"
+            is_offloaded = self.has_actor and self.device.type != "cpu"
         kinds = ["weights"] if is_offloaded else []
         folder = self.config.trainer.offload_directory
         return f"a frozen copy{self.reference.offload_between_phases(kinds, folder)}"
@@ -198,7 +184,7 @@ class ActorRolloutRefWorker(Learner):
         """Choose how the rollout gets the adapter. Returns a description."""
         is_wide = self.engine.device.type != "cpu" and self.engine.dtype == torch.float32
         route = adapter_route(self.config, is_wide_on_accelerator=is_wide)
-        if self.parts.rollout and self.generation.engine.shares_weights:
+        if self.has_rollout and self.generation.engine.shares_weights:
             return "the rollout computes in the same modules"
         self.sends_adapter_alone = route.is_alone
         way = "alone, after the weights below it" if route.is_alone else "merged"
@@ -320,7 +306,7 @@ class ActorRolloutRefWorker(Learner):
         """
         with self.engine.awake("weights"):
             if not self.sends_adapter_alone:
-                is_shared = self.parts.rollout and self.generation.engine.shares_weights
+                is_shared = self.has_rollout and self.generation.engine.shares_weights
                 yield self.engine.weights(is_merged=not is_shared)
                 return
             # All ranks gather the same tensors, so they must make the same decision.
@@ -383,7 +369,7 @@ class ActorRolloutRefWorker(Learner):
             # All ranks take part in gathering each tensor, but only rank 0 copies it.
             for name, tensor in self.engine.weights(is_merged=True):
                 if self.rank == 0:
-                    device = tensor.device if self.parts.rollout else "cpu"
+                    device = tensor.device if self.has_rollout else "cpu"
                     # Convert and compute fingerprints on the device, which is faster than the host.
                     weight = tensor.detach().to(self.engine.dtype)
                     marks.add(name, weight)
@@ -457,7 +443,7 @@ class ActorRolloutRefWorker(Learner):
         """Close the rollout and the weight sync, and leave the process group."""
         if self.stream is not None:
             self.stream.close()
-        if self.parts.rollout:
+        if self.has_rollout:
             self.generation.close()
         if self.sender is not None:
             self.sender.close()
