@@ -98,9 +98,14 @@ class Sharing:
 
 
 class Scorer(nn.Module, ABC):
-    """Computes a model's outputs for each predicted token. There is a subclass per kind of head."""
+    """Computes a model's outputs for each predicted token. There is a subclass per kind of head.
+
+    Attributes:
+        output: name of the output that is always computed.
+    """
 
     model: PreTrainedModel
+    output: str
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -111,9 +116,9 @@ class Scorer(nn.Module, ABC):
         # A tuple hides the backbone from `nn.Module`, which would register it under a second name.
         self._backbone = (backbone(model),)
 
-    @abstractmethod
-    def output_names(self, question: ScoreQuestion) -> tuple[str, ...]:
+    def output_names(self, question: ScoreQuestion) -> list[str]:
         """Names of the outputs, [M] each, or [M, k] for the likeliest tokens."""
+        return [self.output]
 
     @abstractmethod
     def score(
@@ -185,16 +190,18 @@ class PolicyScorer(Scorer):
     `log_probs` are those of the first and `other_log_probs` [M, K - 1] those of the others.
     """
 
-    def output_names(self, question: ScoreQuestion) -> tuple[str, ...]:
+    output = "log_probs"
+
+    def output_names(self, question: ScoreQuestion) -> list[str]:
         """Names of the requested outputs."""
-        names = ["log_probs"]
+        names = [self.output]
         if question.with_entropy:
             names.append("entropy")
         if question.with_sum_pi_squared:
             names.append("sum_pi_squared")
         if question.top_k:
             names += ["top_log_probs", "top_ids"]
-        return tuple(names)
+        return names
 
     def score(
         self, hidden: Tensor, batch: PackedBatch, question: ScoreQuestion
@@ -234,16 +241,10 @@ class NumberScorer(Scorer):
     """A number per predicted token, read by a linear head [1, D] at the token before it.
 
     Attributes:
-        output: name of the numbers.
         head: path of the head in the model.
     """
 
-    output: str
     head: str
-
-    def output_names(self, question: ScoreQuestion) -> tuple[str, ...]:
-        """Name of the numbers."""
-        return (self.output,)
 
     def score(
         self, hidden: Tensor, batch: PackedBatch, question: ScoreQuestion

@@ -105,7 +105,7 @@ class ActorRolloutRefWorker(Learner):
                     later_bytes=self.engine.moment_bytes,
                     share=self.rollout_config.gpu_memory_utilization,
                 )
-            self._make_rollout(device)
+            self._make_rollout()
             choices |= self.generation.choices
 
         # The weights of the rollout come from the actor, whose adapter may travel separately.
@@ -137,10 +137,11 @@ class ActorRolloutRefWorker(Learner):
         choices = self.make_engine(loaded, model, "actor")
         correction = self.config.algorithm.rollout_correction
         self.objective = PolicyObjective(self.section, correction, self.config.distillation)
-        return choices | self.describe("actor", has_adapter=self.has_adapter)
+        return choices | self.describe("actor")
 
-    def _make_rollout(self, device: torch.device) -> None:
+    def _make_rollout(self) -> None:
         """Build `generation`, and the weight sync from the actor."""
+        device = self.engine.device
         size = rollout_group_size(self.config)
         group = RolloutGroup(self.rank, self.world_size, size, device) if size > 1 else None
         # All ranks of a rollout group get the same prompts; the first rank returns the responses.

@@ -85,8 +85,14 @@ COPIED = frozenset({MODEL, OPTIMIZER})
 PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
 PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index", "multi_modal_data", "multi_modal_inputs")
 CONVERSATION_OBJECTS = (
-    *("raw_prompt", "agent_name", "tools_kwargs", "interaction_kwargs"),
-    *("reward_model", "extra_info", "index", "rollout_id"),
+    "raw_prompt",
+    "agent_name",
+    "tools_kwargs",
+    "interaction_kwargs",
+    "reward_model",
+    "extra_info",
+    "index",
+    "rollout_id",
 )
 CHAT_OBJECTS = ("raw_prompt", "uid")
 SOLUTION_MESSAGES = "solution_messages"
@@ -405,7 +411,7 @@ class Learner(EngineWorker):
             model=model,
             recomputes=memory.recomputes,
         )
-        self.checkpoint = RoleCheckpoint(self.engine, self.engine.model, self.tokenizer)
+        self.checkpoint = RoleCheckpoint(self.engine, self.tokenizer)
         return {f"memory of the {name}": memory.description} if memory.description else {}
 
     def offload_training(self, *, keeps_weights: bool = False) -> str:
@@ -437,17 +443,16 @@ class Learner(EngineWorker):
             text += "; offload_policy changes nothing on a CPU, where weights and optimizer are"
         return text
 
-    def describe(self, name: str, *, has_adapter: bool) -> dict[str, str]:
+    def describe(self, name: str) -> dict[str, str]:
         """Automatic choices of the engine, with reasons, to be printed.
 
         Args:
             name: key of the model's description.
-            has_adapter: whether an adapter is trained.
         """
         facts = self.engine.describe()
         choices = {}
         masters = f"masters and optimizer in {self.section.optim.master_dtype}"
-        if has_adapter:
+        if self.engine.adapter:
             choices["adapter"] = self.engine.adapter
             masters += ", of the adapter"
         if not is_packed(self.engine.model):

@@ -42,7 +42,7 @@ class SupervisedWorker(Learner):
         model = self.config.actor_rollout_ref.model
         loaded, self.objective = self.prepare()
         choices = self.make_engine(loaded, model, "model")
-        choices |= self.describe("model", has_adapter=model.has_adapter)
+        choices |= self.describe("model")
         choices["weights"] += self.offload_training()
         return choices
 
