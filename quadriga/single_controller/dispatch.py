@@ -268,9 +268,8 @@ def register_dispatch_mode(name: str) -> Dispatch:
         got = "a name in use" if name in Dispatch.members else "no Python name"
         expected = f"an identifier other than {', '.join(Dispatch.members)}"
         raise WorkerError(f"register_dispatch_mode({name!r})", got=got, expected=expected)
-    mode = Dispatch(name)
-    Dispatch.members[name] = mode
-    return mode
+    Dispatch.members[name] = Dispatch(name)
+    return Dispatch.members[name]
 
 
 def update_dispatch_mode(
@@ -304,16 +303,16 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
     return Dispatch("", partial(split_rows, mesh_name), partial(collect_rows, mesh_name), mesh_name)
 
 
-_BUILT_IN_MODES = (
-    Dispatch("RANK_ZERO", replicate, collect_list),
-    Dispatch("ONE_TO_ALL", replicate, collect_list),
-    Dispatch("ALL_TO_ALL", take_per_rank, collect_list),
-    Dispatch("DP_COMPUTE", take_per_rank, collect_list),
+for _mode in (
+    Dispatch("RANK_ZERO", replicate),
+    Dispatch("ONE_TO_ALL", replicate),
+    Dispatch("ALL_TO_ALL", take_per_rank),
+    Dispatch("DP_COMPUTE", take_per_rank),
     Dispatch("DP_COMPUTE_PROTO", partial(split_rows, ""), partial(collect_rows, ""), ""),
     Dispatch("DP_COMPUTE_PROTO_WITH_FUNC", split_rows_with_function, partial(collect_rows, ""), ""),
-    Dispatch("DP_COMPUTE_METRIC", partial(split_rows, ""), collect_list),
-)
-Dispatch.members |= {mode.name: mode for mode in _BUILT_IN_MODES}
+    Dispatch("DP_COMPUTE_METRIC", partial(split_rows, "")),
+):
+    Dispatch.members[_mode.name] = _mode
 
 
 # ---- a call -------------------------------------------------------------------------------------
@@ -344,16 +343,14 @@ def rank_arguments(
     padding = (0, 0)
     # Positional arguments, then named ones.
     values = [*args, *kwargs.values()]
-    protos = [value for value in values if isinstance(value, DataProto)]
-    if mode.mesh is not None and any(proto.is_padding_enabled() for proto in protos):
+    protos = {number: value for number, value in enumerate(values) if isinstance(value, DataProto)}
+    if mode.mesh is not None and any(proto.is_padding_enabled() for proto in protos.values()):
         # Ranks with the same data-parallel rank get the same chunk.
         num_chunks = max(group.mesh(mode.mesh).dp_ranks) + 1
-        for number, value in enumerate(values):
-            if isinstance(value, DataProto):
-                padded, pad_size = pad_dataproto_to_divisor(value, num_chunks)
-                values[number] = padded
-                # Of several DataProtos, report the one with the most padding rows.
-                padding = max(padding, (pad_size, len(padded)))
+        for number, proto in protos.items():
+            values[number], pad_size = pad_dataproto_to_divisor(proto, num_chunks)
+            # Of several DataProtos, report the one with the most padding rows.
+            padding = max(padding, (pad_size, len(values[number])))
 
     named_values = dict(zip(kwargs, values[len(args) :], strict=True))
     args_by_rank, kwargs_by_rank = mode.dispatch_fn(group, *values[: len(args)], **named_values)

@@ -69,6 +69,7 @@ CONNECT_LIMIT_S = 2.0  # time for a node to accept a connection
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """Preface of a client with empty settings. The server replies with a settings frame, type 4."""
 SECOND_LOOK_S = 1.0  # time until a second attempt to connect, before a node counts as lost
+LOST_NODES_LIMIT_S = 30.0  # time for Ray to notice lost nodes
 
 # ---- joining ------------------------------------------------------------------------------------
 
@@ -427,16 +428,13 @@ def run_on_node(
     return ray.get(task.remote(*args), timeout=limit_s)
 
 
-def await_lost_nodes(limit_s: float = 30.0) -> None:
+def await_lost_nodes() -> None:
     """Wait until Ray has noticed all lost nodes. Until then, it would place processes on them.
 
-    Args:
-        limit_s: time limit in seconds.
-
     Raises:
-        WorkerError: Ray still considers a lost node alive after `limit_s`.
+        WorkerError: Ray still considers a lost node alive after `LOST_NODES_LIMIT_S`.
     """
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + LOST_NODES_LIMIT_S
     while True:
         # Nodes that Ray considers alive, but whose raylet does not respond.
         lost = []

@@ -29,6 +29,7 @@ except `Outbox.put`, `Outbox.session` and `release_pages` works without a cluste
 """
 
 import io
+import mmap
 import os
 import pickle
 import sys
@@ -457,7 +458,6 @@ def unpack_result(value: Any, borrow: bool = False) -> Any:
 
 # ---- pages --------------------------------------------------------------------------------------
 
-_MADV_DONTNEED = 4
 _STORE = "/plasma"
 _mappings: list[tuple[int, int]] = []
 
@@ -484,7 +484,7 @@ def release_pages() -> None:
                     mappings.append((int(start, 16), int(end, 16)))
         _mappings[:] = mappings
     for start, end in _mappings:
-        advise(start, end - start, _MADV_DONTNEED)
+        advise(start, end - start, mmap.MADV_DONTNEED)
 
 
 def _is_store(start: int, end: int) -> bool:
