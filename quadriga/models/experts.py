@@ -318,18 +318,13 @@ class Routers:
         )
 
 
+@dataclass(eq=False)
 class _RouterHooks:
-    """Forward pass of one router, with the hooks of its layer that give it the tokens.
+    """Forward pass of one router, with the hooks of its layer that give it the tokens."""
 
-    Args:
-        router: the router.
-        number: its number in the model.
-    """
-
-    def __init__(self, router: Any, number: int) -> None:
-        self.router = router
-        self.number = number
-        self.tokens: RoutedTokens | None = None
+    router: Any
+    number: int  # of the router in the model
+    tokens: RoutedTokens | None = None  # of the call of the layer that is under way
 
     def store_tokens(self, layer: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
         """Hook before the layer: store the tokens of its call."""

@@ -122,7 +122,6 @@ class Channel:
         self._rank = rank
         self._device = device
         self._store = store
-        self._size = len(address.ranks) + 1
         self._headers: Any = None
         self._contents: Any = None
         # Memory of a receiver for all buckets of a publication.
@@ -204,7 +203,8 @@ class Channel:
             # The others are waiting for this process, and get an error when its connections end.
             self.close()
             raise WeightSyncError(
-                f"weight sync by broadcast, process {self._rank} of {self._size} in {activity}",
+                f"weight sync by broadcast, process {self._rank} of "
+                f"{len(self._address.ranks) + 1} in {activity}",
                 got=str(error).strip().partition("\n")[0],
                 expected="the trainer's first process and all processes of the rollout",
                 fix="Look for the error of another process: this one was only left alone by it.",

@@ -73,18 +73,18 @@ class SharedWeights:
             WeightSyncError: trainer and target do not share the memory of a parameter.
         """
         offered = dict(weights)
-        target_weights = dict(target.named_weights())
-        offered_addresses = {_memory_of(tensor) for tensor in offered.values()}
+        offered_memory = {name: _memory_of(tensor) for name, tensor in offered.items()}
+        target_memory = {name: _memory_of(tensor) for name, tensor in target.named_weights()}
         unshared = []
-        for name, tensor in offered.items():
-            if name not in target_weights or _memory_of(tensor) != _memory_of(target_weights[name]):
+        for name, memory in offered_memory.items():
+            if memory != target_memory.get(name):
                 unshared.append(name)
-        for name, tensor in target_weights.items():
+        for name, memory in target_memory.items():
             # A tied parameter has two names in the target, and may have only one in the trainer.
-            if name not in offered and _memory_of(tensor) not in offered_addresses:
+            if name not in offered and memory not in offered_memory.values():
                 unshared.append(name)
         if unshared:
-            count = f"{len(unshared)} of {len(target_weights)} weights"
+            count = f"{len(unshared)} of {len(target_memory)} weights"
             raise WeightSyncError(
                 f"shared weights, version {version}",
                 got=f"{count} that are not the trainer's own: {name_some(unshared)}",
