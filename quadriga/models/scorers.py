@@ -113,8 +113,6 @@ class Scorer(nn.Module, ABC):
         self.sharing = Sharing()
         # Routes are replayed and counted in packed batches only.
         self.routers = Routers(model if is_packed(model) else nn.Module())
-        # A tuple hides the backbone from `nn.Module`, which would register it under a second name.
-        self._backbone = (backbone(model),)
 
     def output_names(self, question: ScoreQuestion) -> list[str]:
         """Names of the outputs, [M] each, or [M, k] for the likeliest tokens."""
@@ -166,8 +164,9 @@ class Scorer(nn.Module, ABC):
         if batch.routing is not None:
             routed = self.sharing.routed_tokens(batch, input_ids.shape[1])
             inputs["routed_tokens"] = routed
-        (body,) = self._backbone
-        output = body(**inputs, position_ids=position_ids, attention_mask=None, use_cache=False)
+        output = backbone(self.model)(
+            **inputs, position_ids=position_ids, attention_mask=None, use_cache=False
+        )
         hidden = output.last_hidden_state  # [1, n, D]
         if routed is not None:
             self.keep_chosen_experts(routed)

@@ -162,10 +162,11 @@ class WorkerProcesses:
     ) -> None:
         self.name = name
         self.entries = dict(entries)
-        self.bundles, share = pool.take_share(name)
+        self.pool = pool
+        bundles, share = pool.take_share(name)
 
         # Threads of each process, by node.
-        counts = Counter(bundle.node_id for bundle in self.bundles)
+        counts = Counter(bundle.node_id for bundle in bundles)
         threads = {}
         for node, count in counts.items():
             cores = run_on_node(node, num_usable_cores)
@@ -190,7 +191,7 @@ class WorkerProcesses:
         variables |= runtime_env.pop("env_vars", {})
         actor_class = ray.remote(**share, **actor_options)(WorkerProcess)
         self._factories: list[Any] = []
-        for bundle in self.bundles:
+        for bundle in bundles:
             environment = threads[bundle.node_id].environment() | variables
             factory = actor_class.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -400,9 +401,8 @@ class RayWorkerGroup(WorkerGroup[W]):
         """End the processes, with all roles in them, and wait until they are gone."""
         processes = self.processes
         processes.is_ended = True
-        for bundle in processes.bundles:
-            if processes.name in bundle.groups:
-                bundle.groups.remove(processes.name)
+        if processes.name in processes.pool.groups:
+            processes.pool.groups.remove(processes.name)
         calls.end_processes(processes.actors, processes.address_refs)
 
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -39,8 +39,6 @@ class Bundle:
     placement_group: Any
     index: int
     node_id: str
-    # Names of the worker groups that run on the bundle.
-    groups: list[str] = field(default_factory=list, compare=False)
 
 
 def cluster_nodes() -> list[NodeResources]:
@@ -137,6 +135,7 @@ class RayResourcePool(ResourcePool):
         # By node id, the number of processes of all pools on the node, including this pool.
         self.neighbours: Mapping[str, int] = {}
         self._bundles: list[Bundle] = []
+        self.groups: list[str] = []  # names of the worker groups that run on the pool
 
     def bundles(self) -> list[Bundle]:
         """The resources of each rank. The first call takes them.
@@ -211,17 +210,15 @@ class RayResourcePool(ResourcePool):
             WorkerError: the cluster lacks the resources, or the pool has no room for another group.
         """
         bundles = self.bundles()
-        for bundle in bundles:
-            if len(bundle.groups) >= self.max_colocate_count:
-                raise WorkerError(
-                    f"resource pool {self.name}",
-                    got=f"{group} as one more group with {', '.join(bundle.groups)}",
-                    expected=f"at most {self.max_colocate_count} groups",
-                    fix="Raise max_colocate_count, or put the roles into one process with "
-                    "create_colocated_worker_cls.",
-                )
-        for bundle in bundles:
-            bundle.groups.append(group)
+        if len(self.groups) >= self.max_colocate_count:
+            raise WorkerError(
+                f"resource pool {self.name}",
+                got=f"{group} as one more group with {', '.join(self.groups)}",
+                expected=f"at most {self.max_colocate_count} groups",
+                fix="Raise max_colocate_count, or put the roles into one process with "
+                "create_colocated_worker_cls.",
+            )
+        self.groups.append(group)
         # Rounded down to Ray's precision, so that seven shares of 1/7 do not exceed 1.
         share = self.num_devices * math.floor(10_000 / self.max_colocate_count) / 10_000
         return bundles, {"num_cpus": share, "num_gpus": share if self.use_gpu else 0}
@@ -236,6 +233,7 @@ class RayResourcePool(ResourcePool):
         """Release the resources. Ray ends the processes that still use them."""
         groups = self.placement_groups
         self._bundles = []
+        self.groups = []
         # If the head is lost, Ray would try for a minute, and then end this process.
         if groups and ray.is_initialized() and not is_cluster_lost():
             for group in groups:
