@@ -258,9 +258,10 @@ def _keep_kinds_of_layers(small: PreTrainedConfig) -> None:
     if num_layers < 2:
         return
     # Lists with an entry per layer. Layers are of one kind if their entries are equal.
-    entries = vars(small).items()
-    lists = {name: value for name, value in entries if isinstance(value, list)}
-    lists = {name: value for name, value in lists.items() if len(value) == num_layers}
+    lists = {}
+    for name, value in vars(small).items():
+        if isinstance(value, list) and len(value) == num_layers:
+            lists[name] = value
     kinds = list(zip(*lists.values(), strict=True))
 
     # Keep the first layer of each kind, which `index` finds, and one period of each alternation.

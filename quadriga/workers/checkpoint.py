@@ -94,9 +94,11 @@ class RoleCheckpoint:
         with self.engine.awake(*ALL_KINDS):
             for part in self._parts(contents):
                 for name, tensor in self.engine.state(frozenset({part})).items():
-                    sizes[f"{part}/{name}"] = tensor.nbytes
+                    # Of a DTensor, the bytes of all ranks together.
+                    num_bytes = tensor.numel() * tensor.element_size()
+                    sizes[f"{part}/{name}"] = num_bytes
                     if "hf_model" in contents and part != OPTIMIZER:
-                        sizes[f"{HF_FOLDER}/{name}"] = tensor.nbytes
+                        sizes[f"{HF_FOLDER}/{name}"] = num_bytes
         return sizes
 
     def _parts(self, contents: frozenset[str]) -> frozenset[str]:
