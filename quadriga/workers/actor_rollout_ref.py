@@ -89,13 +89,14 @@ class ActorRolloutRefWorker(Learner):
         self.join(self.section, self.section.fsdp_config, ACTOR)
         choices = self._make_actor() if self.has_actor else {}
 
+        # Whether the rollout engine takes a share of the GPU's free memory when it starts.
         reserves_memory = False
         if self.has_rollout:
             device = self.engine.device
             reads_keys = self.rollout_config.traits.reads_keys
             reserves_memory = device.type == "cuda" and "gpu_memory_utilization" in reads_keys
             if reserves_memory:
-                # The rollout engine has its own weights, and takes the free memory when it starts.
+                # Free the memory of training first. Such an engine has its own weights.
                 choices["weights"] += self.offload_training()
                 memory = held_memory(device)
                 require_device_memory(

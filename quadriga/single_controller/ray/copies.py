@@ -254,7 +254,7 @@ class StateCopies:
         if mirrors and ray.wait(mirrors, num_returns=len(mirrors), timeout=0)[1]:
             return
         try:
-            ray.get(mirrors)
+            ray.get(mirrors)  # they have ended: with an error if a keeper was lost
         except ray.exceptions.RayError as error:
             print(f"state copies: none from step {step} on, because a keeper was lost: {error}")
             self._workers = {}

@@ -101,11 +101,13 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce tensors, columns and batches; refuse references to Ray's objects."""
-        if type(obj) is _BatchColumn:
-            return self._reduce_tensor(obj.tensor, is_column=True)
+        # Subclasses of tensors, and other layouts, are pickled in their own ways.
         if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized:
             return self._reduce_tensor(obj, is_column=False)
+        if type(obj) is _BatchColumn:
+            return self._reduce_tensor(obj.tensor, is_column=True)
         if isinstance(obj, DataProto):
+            # Its columns come back to this method, marked as such.
             columns = None if obj.batch is None else map_columns(obj.batch, _BatchColumn)
             rows = 0 if obj.batch is None else obj.batch.batch_size[0]
             return rebuild_proto, (type(obj), rows, columns, obj.non_tensor_batch, obj.meta_info)
