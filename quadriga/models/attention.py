@@ -144,8 +144,9 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
-_BLOCK_TOKENS = {"cpu": 1024}  # default upper limit of a block, by device type
-_BLOCK_TOKENS_ELSEWHERE = 4096
+# Default upper limits of a block.
+_BLOCK_TOKENS = 1024  # on a CPU
+_BLOCK_TOKENS_GPU = 4096
 # On a CPU, results of at most this many tokens are stored in float32 for the backward pass.
 _MAX_FLOAT32_TOKENS = 8192
 
@@ -262,7 +263,7 @@ class PackedAttention:
         max_padding: float = 0.25,
         block_tokens: int | None = None,
     ) -> None:
-        default_tokens = _BLOCK_TOKENS.get(device.type, _BLOCK_TOKENS_ELSEWHERE)
+        default_tokens = _BLOCK_TOKENS if device.type == "cpu" else _BLOCK_TOKENS_GPU
         self.device = device
         self.segments = segments
         self.max_padding = max_padding

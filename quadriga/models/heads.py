@@ -40,10 +40,9 @@ logger = logging.getLogger(__name__)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 512  # default number of tokens of a chunk on a CPU
 _CHUNK_TOKENS_GPU = 2048  # a GPU reads and writes the weight's gradient for each chunk
-# Number of tokens whose logits are processed together, so that they stay in the cache, by device
-# type.
-_TOKEN_BLOCK = {"cpu": 16}
-_TOKEN_BLOCK_GPU = 128
+# Number of tokens whose logits are processed together, so that they stay in the cache.
+_BLOCK_TOKENS = 16  # on a CPU
+_BLOCK_TOKENS_GPU = 128
 _VOCABULARY_BLOCK = 4096  # rows of the weight that are converted to float32 at a time
 
 
@@ -173,7 +172,7 @@ def token_scores(
     """
     is_half = hidden.dtype == weight.dtype and hidden.dtype in HALF_DTYPES
     needs_logits = top_k is not None or targets.dim() > 1 or rule.softcap is not None
-    default_chunk = CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_GPU
+    is_on_cpu = hidden.device.type == "cpu"
     if rule.softcap is None:
         # Without a cap, the scale can be part of the temperature, which the kernels support.
         temperature = temperature / rule.scale
@@ -184,7 +183,8 @@ def token_scores(
         with_entropy=with_entropy,
         with_sum_pi_squared=with_sum_pi_squared,
         top_k=top_k,
-        chunk_tokens=chunk_tokens or default_chunk,
+        chunk_tokens=chunk_tokens or (CHUNK_TOKENS if is_on_cpu else _CHUNK_TOKENS_GPU),
+        block_tokens=_BLOCK_TOKENS if is_on_cpu else _BLOCK_TOKENS_GPU,
         shard=shard,
         use_triton=is_half and not needs_logits and can_launch_triton(hidden.device),
     )
@@ -230,6 +230,7 @@ class _ScoreOptions:
     with_sum_pi_squared: bool
     top_k: int | None
     chunk_tokens: int
+    block_tokens: int
     shard: VocabularyShard | None
     use_triton: bool
 
@@ -463,7 +464,6 @@ def _chunked_statistics(
     """
     num_tokens = len(hidden)
     num_rows = len(weight)
-    block_size = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_GPU)
     if target_rows.dim() == 1:
         target_rows = target_rows[:, None]
     statistics = hidden.new_zeros(3 + target_rows.shape[1], num_tokens, dtype=torch.float32)
@@ -479,7 +479,7 @@ def _chunked_statistics(
         logits = head_logits(hidden[tokens], weight, bias, workspace[:length])
         chunk_target_rows = target_rows[tokens]
         chunk_statistics = statistics[:, tokens]
-        for block in _slices(length, block_size):
+        for block in _slices(length, options.block_tokens):
             _block_statistics(
                 logits[block], chunk_target_rows[block], chunk_statistics[:, block], options
             )
@@ -574,7 +574,6 @@ def _chunked_gradients(
     # The caller multiplies gradients in the dtype of the weight.
     is_half = weight.dtype != torch.float32
     results = torch.empty_like(workspace, dtype=weight.dtype) if is_half else workspace
-    block_size = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_GPU)
 
     # The last chunk first, whose logits are in the workspace.
     for tokens in reversed(chunks):
@@ -584,7 +583,7 @@ def _chunked_gradients(
             logits = head_logits(hidden[tokens], weight, bias, logits)
         chunk_target_rows = target_rows[tokens]
         chunk_inputs = inputs.select(tokens)
-        for block in _slices(length, block_size):
+        for block in _slices(length, options.block_tokens):
             block_logits = logits[block]
             if not has_logits:
                 options.prepare_logits(block_logits)

@@ -47,10 +47,10 @@ class NodeResources:
 
     def describe(self, resources: Sequence[str]) -> str:
         """Free and total resources, as `10.0.0.2 has 2 of 8 CPU free`."""
-        amounts = []
-        for name in resources:
-            total = self.total.get(name, 0)
-            amounts.append(f"{self.free.get(name, 0):g} of {total:g} {name}")
+        amounts = [
+            f"{self.free.get(name, 0):g} of {self.total.get(name, 0):g} {name}"
+            for name in resources
+        ]
         return f"{self.address} has {', '.join(amounts)} free"
 
 

@@ -430,7 +430,7 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
             continue
         path, options = _path_and_options(config, where)
         # On "meta", where parameters have sizes, but no values.
-        skeleton = skeleton_causal_lm(path, trust_remote_code=model.trust_remote_code, **options)
+        skeleton = skeleton_causal_lm(path, **options)
         is_adapted = model.has_adapter and where == ACTOR
         # The weights below an adapter get no gradients, which costs less.
         cost = model_cost(skeleton.requires_grad_(not is_adapted))
@@ -669,16 +669,15 @@ def _arranged_models(config: Config, *, has_critic: bool) -> Iterator[tuple[str,
 def _model_config(config: Config, where: str) -> Any:
     """Load the configuration of a role's model."""
     path, options = _path_and_options(config, where)
-    return load_config(
-        path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, **options
-    )
+    return load_config(path, **options)
 
 
 def _path_and_options(config: Config, where: str) -> tuple[str, dict[str, Any]]:
-    """Path of a role's model, and `override_config` if it is the policy's model."""
+    """Path of a role's model, and the options with which transformers reads it."""
     model = config.actor_rollout_ref.model
     paths = {ACTOR: model.path, CRITIC: config.critic.model.path or model.path}
     path = paths.get(where, config.reward_model.model.path or "")
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     if path == model.path:
-        return path, {"override_config": model.override_config}
-    return path, {}
+        options["override_config"] = model.override_config
+    return path, options

@@ -369,11 +369,11 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     spans = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
+            spans[-1][1:] = [rank]
         else:
             spans.append([rank])
     texts = ["-".join(map(str, span)) for span in spans]
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(texts)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
 def _second_error(call: RemoteCall) -> RayError | None:

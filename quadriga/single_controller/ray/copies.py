@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from mmap import mmap
 from typing import Any
@@ -70,12 +70,14 @@ class Keeper:
             reason += f"{free / GIB:.2f} GiB that are free"
             return {}, reason
 
-        for owner, size in sizes.items():
-            self._files[owner] = os.memfd_create("quadriga-state-copy")
-            os.truncate(self._files[owner], size)
         # Files without a name, which other processes open through this process's descriptors.
-        folder = f"/proc/{os.getpid()}/fd"
-        return {owner: f"{folder}/{file}" for owner, file in self._files.items()}, ""
+        paths = {}
+        for owner, size in sizes.items():
+            file = os.memfd_create("quadriga-state-copy")
+            os.truncate(file, size)
+            self._files[owner] = file
+            paths[owner] = f"/proc/{os.getpid()}/fd/{file}"
+        return paths, ""
 
     def whole(self) -> dict[Owner, list[int]]:
         """Find the steps of each owner's complete copies."""
@@ -211,9 +213,9 @@ class StateCopies:
         self._drop(set(self._keepers) - set(cycle))
         mirror_of = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
         # Each owner's node, and the one that mirrors it, unless there is only one node.
-        nodes = {}
-        for owner, home in homes.items():
-            nodes[owner] = list(dict.fromkeys((home, mirror_of[home])))
+        nodes = {
+            owner: list(dict.fromkeys((home, mirror_of[home]))) for owner, home in homes.items()
+        }
 
         # The keepers make the memory, and the ranks open it. Without all of it there are no copies.
         paths = {}
@@ -227,8 +229,7 @@ class StateCopies:
         for part, worker in workers.items():
             if refusal:
                 break
-            owners = [owner for owner in homes if owner[0] == part]
-            rank_paths = [paths[homes[owner]][owner] for owner in owners]
+            rank_paths = [paths[home][owner] for owner, home in homes.items() if owner[0] == part]
             refusal = next(filter(None, worker.open_copies(rank_paths)), "")
         if refusal:
             return f"none ({refusal}): a lost process costs the steps since the last checkpoint"
@@ -236,8 +237,8 @@ class StateCopies:
         remote_keepers = {node: keeper for node, keeper in self._keepers.items() if node != HERE}
         self._memory = _CopyLocations(nodes, paths, remote_keepers)
         ranks = "its ranks and of those of the node before" if len(cycle) > 1 else "its ranks"
-        choice = f"{largest / GIB:.2f} GiB a node, the last two steps of {ranks}"
-        return f"{choice}: a lost process costs one step"
+        size = f"{largest / GIB:.2f} GiB a node"
+        return f"{size}, the last two steps of {ranks}: a lost process costs one step"
 
     def copy(self, step: int, driver: dict[str, Any]) -> None:
         """Start to copy the state after a step.
@@ -300,7 +301,7 @@ class StateCopies:
                     node for node in owner_nodes if step in complete.get(node, {}).get(owner, [])
                 ]
             if all(nodes.values()):
-                memory = _CopyLocations(nodes, self._memory.paths, self._memory.keepers)
+                memory = replace(self._memory, nodes=nodes)
                 return NewestState(step, driver, self._plans, memory)
         return None
 

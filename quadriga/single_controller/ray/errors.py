@@ -231,10 +231,9 @@ class CrashLog:
 
 def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
     """Number of processes that this node's kernel has killed for lack of memory; 0 if unknown."""
-    if not vmstat.exists():
-        return 0
-    counts = dict(line.split() for line in vmstat.read_text(encoding="ascii").splitlines())
-    return int(counts.get("oom_kill", 0))
+    text = vmstat.read_text(encoding="ascii") if vmstat.exists() else ""
+    count = re.search(r"^oom_kill (\d+)", text, re.MULTILINE)
+    return int(count[1]) if count else 0
 
 
 def crash_log(log: str) -> CrashLog:
