@@ -369,7 +369,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     spans = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
+            spans[-1] = [spans[-1][0], rank]
         else:
             spans.append([rank])
     texts = ["-".join(map(str, span)) for span in spans]
