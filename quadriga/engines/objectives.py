@@ -191,9 +191,11 @@ def _try_loss(loss: Algorithm) -> None:
         raise
     except Exception as error:
         # A user's function may raise any exception, and would raise it again in each step.
-        got = f"{type(error).__name__}: {error}, with two responses of three tokens"
-        where = f"{_LOSS_MODE} {loss.name!r}"
-        raise ConfigError(where, got=got, expected="losses, and diagnostics") from error
+        raise ConfigError(
+            f"{_LOSS_MODE} {loss.name!r}",
+            got=f"{type(error).__name__}: {error}, with two responses of three tokens",
+            expected="losses, and diagnostics",
+        ) from error
     check_losses(loss.name, result, mask)
 
 

@@ -122,8 +122,9 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
         response = input_ids[row, is_valid & ~is_prompt]
         num_prompt_tokens = len(prompt)
         if not num_prompt_tokens:
-            where = f"row {row} of a batch"
-            raise EngineError(where, got="an empty prompt", expected="at least one prompt token")
+            raise EngineError(
+                f"row {row} of a batch", got="an empty prompt", expected="at least one prompt token"
+            )
         loss_indices = np.flatnonzero(has_loss[row])
         # Token i is predicted at token i - 1, so the last token with a loss is not computed itself.
         num_response_tokens = int(loss_indices[-1]) if len(loss_indices) else 0
@@ -190,8 +191,9 @@ def _row_images(
     where = f"row {row} of a batch"
     if image_tokens is None:
         if inputs:
-            expected = "text: the model is not a vision-language model"
-            raise EngineError(where, got="images", expected=expected)
+            raise EngineError(
+                where, got="images", expected="text: the model is not a vision-language model"
+            )
         return None
     token_indices, problem = image_tokens.locate(tokens, inputs, num_prompt_tokens)
     if problem:

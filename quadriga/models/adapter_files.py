@@ -142,12 +142,13 @@ class MergedFiles:
         complete_pairs = [pair for pair in pairs if adapter.shapes.keys() >= set(pair)]
         unused_names = adapter.shapes.keys() - set(chain(*complete_pairs))
         if unused_names:
-            got = (
-                f"{len(unused_names)} tensors for modules that the base model does not have, "
-                f"first {min(unused_names)}"
+            raise CheckpointError(
+                str(where),
+                got=f"{len(unused_names)} tensors for modules that the base model does not have, "
+                f"first {min(unused_names)}",
+                expected="an adapter of this model",
+                fix=f"Name the adapter's own model as base_model_name_or_path in {ADAPTER_CONFIG}.",
             )
-            fix = f"Name the adapter's own model as base_model_name_or_path in {ADAPTER_CONFIG}."
-            raise CheckpointError(str(where), got=got, expected="an adapter of this model", fix=fix)
 
     def read(self, name: str) -> Tensor:
         """Read one weight [out, in], with its adapter merged if it has one."""

@@ -372,8 +372,12 @@ def explain_load_errors(
                 SafetensorFiles(sorted(Path(path).glob("*.safetensors")))
             except CheckpointError as damage:
                 got = f"{damage.where}, {damage.got}"
-        expected = f"a folder or hub name that transformers can load as a {kind}"
-        raise EngineError(f"model {path}", got=got, expected=expected, fix=fix) from error
+        raise EngineError(
+            f"model {path}",
+            got=got,
+            expected=f"a folder or hub name that transformers can load as a {kind}",
+            fix=fix,
+        ) from error
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> tuple[int, ...]:

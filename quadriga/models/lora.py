@@ -89,9 +89,12 @@ def _require_same_shapes(
     first = min(differing)
     got = f"{len(differing)} tensors that do not match this model, first {first}: "
     got += f"shape {tuple(file_shapes[first])}" if first in file_shapes else "none"
-    expected = f"shape {tuple(model_shapes[first])}" if first in model_shapes else "none"
-    fix = "Start from the model that the adapter was trained on."
-    raise EngineError(f"adapter {folder}", got=got, expected=expected, fix=fix)
+    raise EngineError(
+        f"adapter {folder}",
+        got=got,
+        expected=f"shape {tuple(model_shapes[first])}" if first in model_shapes else "none",
+        fix="Start from the model that the adapter was trained on.",
+    )
 
 
 def adapter_of(model: nn.Module) -> AdapterShape | None:

@@ -109,8 +109,9 @@ def _files_of_index(folder: Path) -> list[Path]:
         if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
             raise _outside_error(index, file)
         if not file.exists():
-            expected = f"the file that {INDEX} names"
-            raise CheckpointError(str(file), "no such file", expected, _ANOTHER)
+            raise CheckpointError(
+                str(file), "no such file", f"the file that {INDEX} names", _ANOTHER
+            )
     return files
 
 

@@ -265,9 +265,11 @@ class Dispatch(metaclass=_Members):
 def register_dispatch_mode(name: str) -> Dispatch:
     """Add the mode `Dispatch.<name>`. Set its functions with `update_dispatch_mode`."""
     if not name.isidentifier() or name in Dispatch.members:
-        got = "a name in use" if name in Dispatch.members else "no Python name"
-        expected = f"an identifier other than {', '.join(Dispatch.members)}"
-        raise WorkerError(f"register_dispatch_mode({name!r})", got=got, expected=expected)
+        raise WorkerError(
+            f"register_dispatch_mode({name!r})",
+            got="a name in use" if name in Dispatch.members else "no Python name",
+            expected=f"an identifier other than {', '.join(Dispatch.members)}",
+        )
     Dispatch.members[name] = Dispatch(name)
     return Dispatch.members[name]
 
@@ -284,8 +286,9 @@ def update_dispatch_mode(
         mesh: see `Dispatch`.
     """
     if mode not in Dispatch:
-        expected = f"one of {list(Dispatch)}"
-        raise WorkerError("update_dispatch_mode", got=repr(mode), expected=expected)
+        raise WorkerError(
+            "update_dispatch_mode", got=repr(mode), expected=f"one of {list(Dispatch)}"
+        )
     mode.dispatch_fn = dispatch_fn
     mode.collect_fn = collect_fn
     mode.mesh = mesh
@@ -337,8 +340,11 @@ def rank_arguments(
         DispatchError: the mode has no functions, or the arguments do not fit it.
     """
     if mode.dispatch_fn is None:
-        fix = f"Call update_dispatch_mode({mode!r}, ..., ...)."
-        raise DispatchError("dispatch mode", got="a mode without functions", fix=fix)
+        raise DispatchError(
+            "dispatch mode",
+            got="a mode without functions",
+            fix=f"Call update_dispatch_mode({mode!r}, ..., ...).",
+        )
 
     padding = (0, 0)
     # Positional arguments, then named ones.
@@ -357,9 +363,11 @@ def rank_arguments(
     # The dispatch function may be the user's, so check its result.
     for by_rank in (*args_by_rank, *kwargs_by_rank.values()):
         if len(by_rank) != group.world_size:
-            got = f"{len(by_rank)} values for an argument"
-            expected = f"{group.world_size}, one per rank"
-            raise DispatchError("dispatch function", got=got, expected=expected)
+            raise DispatchError(
+                "dispatch function",
+                got=f"{len(by_rank)} values for an argument",
+                expected=f"{group.world_size}, one per rank",
+            )
 
     # From values of all ranks for each argument to arguments for each rank.
     arguments: list[Arguments] = []

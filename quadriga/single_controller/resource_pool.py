@@ -26,9 +26,11 @@ class ResourcePool:
 
     def __init__(self, process_on_nodes: Sequence[int]) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
-            where = "ResourcePool.process_on_nodes"
-            got = str(list(process_on_nodes))
-            raise WorkerError(where, got=got, expected="at least 1 process per node")
+            raise WorkerError(
+                "ResourcePool.process_on_nodes",
+                got=str(list(process_on_nodes)),
+                expected="at least 1 process per node",
+            )
         self.process_on_nodes = list(process_on_nodes)
         self.world_size = sum(process_on_nodes)
 
@@ -199,8 +201,11 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
         WorkerError: there are no cores or no processes.
     """
     if cores < 1 or processes < 1:
-        got = f"{cores} cores for {processes} processes"
-        raise WorkerError("share of cores", got=got, expected="at least 1 each")
+        raise WorkerError(
+            "share of cores",
+            got=f"{cores} cores for {processes} processes",
+            expected="at least 1 each",
+        )
     # Pools take turns, so only the processes of the same pool compute at the same time.
     num_processes = max(processes_on_node, processes)
     num_threads = max(1, cores // processes)

@@ -32,10 +32,12 @@ class WorkerPlace:
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size):
-            got = f"rank {self.rank}/{self.world_size}, "
-            got += f"local rank {self.local_rank}/{self.local_world_size}"
-            expected = "ranks from 0 to below the world sizes"
-            raise WorkerError("worker's place", got=got, expected=expected)
+            raise WorkerError(
+                "worker's place",
+                got=f"rank {self.rank}/{self.world_size}, "
+                f"local rank {self.local_rank}/{self.local_world_size}",
+                expected="ranks from 0 to below the world sizes",
+            )
 
     @classmethod
     def from_environment(cls) -> "WorkerPlace":
@@ -51,8 +53,9 @@ class WorkerPlace:
             name = field.name.upper()
             value = os.environ.get(name, str(field.default))
             if isinstance(field.default, int) and not value.isdecimal():
-                where = f"environment variable {name}"
-                raise WorkerError(where, got=repr(value), expected="a whole number")
+                raise WorkerError(
+                    f"environment variable {name}", got=repr(value), expected="a whole number"
+                )
             values[field.name] = type(field.default)(value)
         return cls(**values)
 
@@ -136,10 +139,12 @@ class Worker:
             WorkerError: the worker did not register the mesh.
         """
         if mesh_name not in self._meshes:
-            where = f"{type(self).__name__}: mesh {mesh_name!r}"
-            got = f"rank {self.rank} registered {sorted(self._meshes) or 'no mesh'}"
-            fix = f"Call self.register_mesh({mesh_name!r}, ...) where the worker builds its model."
-            raise WorkerError(where, got=got, fix=fix)
+            raise WorkerError(
+                f"{type(self).__name__}: mesh {mesh_name!r}",
+                got=f"rank {self.rank} registered {sorted(self._meshes) or 'no mesh'}",
+                fix=f"Call self.register_mesh({mesh_name!r}, ...) where the worker builds its "
+                "model.",
+            )
         return self._meshes[mesh_name]
 
     @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)

@@ -100,8 +100,9 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         clashes = sorted(method for method in self.methods if hasattr(type(self), method))
         if clashes:
             where = worker_class.__name__
-            got = f"registered methods {clashes}"
-            raise WorkerError(where, got, "names that no worker group has")
+            raise WorkerError(
+                where, f"registered methods {clashes}", "names that no worker group has"
+            )
 
     @abstractmethod
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Any]:
@@ -183,8 +184,11 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
                 expected="a dispatch mode, which says how arguments reach the ranks",
                 fix="Add @register(dispatch_mode=...) to it; an override needs it again.",
             )
-        expected = f"a registered one: {', '.join(sorted(self.methods))}"
-        raise NotRegisteredError(f"{self.name}.{name}", got="no such method", expected=expected)
+        raise NotRegisteredError(
+            f"{self.name}.{name}",
+            got="no such method",
+            expected=f"a registered one: {', '.join(sorted(self.methods))}",
+        )
 
     def as_worker(self) -> W:
         """Copy of the group, typed as its worker class. Registered methods are attributes."""

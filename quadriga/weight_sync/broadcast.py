@@ -306,8 +306,11 @@ class WeightReceiver(CopiedWeights):
         while True:
             header, content = self.channel.receive()
             if "failed" in header:
-                fix = "Look for the error of the trainer: the rollout only lacks its weights."
-                raise WeightSyncError(where, got=f"none: {header['failed']}", fix=fix)
+                raise WeightSyncError(
+                    where,
+                    got=f"none: {header['failed']}",
+                    fix="Look for the error of the trainer: the rollout only lacks its weights.",
+                )
             # The last header comes without a bucket.
             if content is None:
                 break

@@ -409,8 +409,11 @@ class ReshardedWeights:
         where = f"weights of version {version}"
         other_versions = set(expected[:, 0].tolist()) - {version}
         if other_versions:
-            got = f"version {min(other_versions)} from another rank"
-            raise WeightSyncError(where, got=got, expected="one version everywhere")
+            raise WeightSyncError(
+                where,
+                got=f"version {min(other_versions)} from another rank",
+                expected="one version everywhere",
+            )
         for rank, number in (expected != received).nonzero().tolist():
             # The fingerprint is that of all blocks from the rank, so any of them may be corrupt.
             moves = self._buckets[number - 1]

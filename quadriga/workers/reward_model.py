@@ -201,9 +201,12 @@ class SequenceTokens:
         if limit is None or length <= limit:
             return self
         if self.inputs:
-            expected = f"at most {limit}, for a row with images or videos is not cut"
-            fix = "Raise reward_model.max_length, or lower data.max_prompt_length."
-            raise EngineError("reward model", got=f"{length} tokens", expected=expected, fix=fix)
+            raise EngineError(
+                "reward model",
+                got=f"{length} tokens",
+                expected=f"at most {limit}, for a row with images or videos is not cut",
+                fix="Raise reward_model.max_length, or lower data.max_prompt_length.",
+            )
         tokens = [*self.prompt, *self.response][-limit:]
         # If the response alone is longer than the limit, its first remaining token is the prompt.
         prompt_length = max(1, len(tokens) - len(self.response))

@@ -329,8 +329,11 @@ class PartialWeights:
         full_name = self.names[name]
         expected = self.parameter_specs[full_name].shape
         if full.shape != expected:
-            got = f"shape {tuple(full.shape)}"
-            raise EngineError(f"weight {full_name}", got=got, expected=f"{tuple(expected)}")
+            raise EngineError(
+                f"weight {full_name}",
+                got=f"shape {tuple(full.shape)}",
+                expected=f"{tuple(expected)}",
+            )
         shard = full
         for dim, (start, size) in enumerate(zip(*self._start_and_shape(name), strict=True)):
             shard = shard.narrow(dim, start, size)

@@ -445,9 +445,13 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
             alive = []
         survivors += [f"process {pid} on {node}" for pid in alive]
     if survivors:
-        got = f"{', '.join(survivors)} alive {END_LIMIT_S:g} s after SIGKILL or not answered for"
-        fix = "Such a process waits for a device or a file system; the node's `dmesg` may say why."
-        raise WorkerError("closing a worker group", got=got, expected="no process left", fix=fix)
+        raise WorkerError(
+            "closing a worker group",
+            got=f"{', '.join(survivors)} alive {END_LIMIT_S:g} s after SIGKILL or not answered for",
+            expected="no process left",
+            fix="Such a process waits for a device or a file system; the node's `dmesg` may say "
+            "why.",
+        )
 
 
 def kill(address: ProcessAddress, got: str, fix: str) -> None:

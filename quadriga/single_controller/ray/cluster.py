@@ -97,8 +97,9 @@ def cluster(
         WorkerError: there is no cluster at the address, or it has another version of Ray or Python.
     """
     if release_numbers(ray.__version__) < release_numbers(LEAST_RAY):
-        fix = "pip install -U -e '.[ray]'"
-        raise WorkerError("ray", ray.__version__, f"{LEAST_RAY} or later", fix)
+        raise WorkerError(
+            "ray", ray.__version__, f"{LEAST_RAY} or later", "pip install -U -e '.[ray]'"
+        )
     init_arguments = dict(arguments)
     address = str(init_arguments.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local")
     where = ADDRESS_KEY if arguments.get("address") else "RAY_ADDRESS"

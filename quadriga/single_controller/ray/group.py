@@ -133,10 +133,11 @@ def create_colocated_worker_cls(
         for key, value in entry.options.items():
             earlier = colocated.options.setdefault(key, value)
             if earlier != value:
-                where = f"create_colocated_worker_cls: option {key}"
-                got = f"{value!r} for {role}, {earlier!r} before it"
-                expected = "one value, because the roles share their processes"
-                raise WorkerError(where, got=got, expected=expected)
+                raise WorkerError(
+                    f"create_colocated_worker_cls: option {key}",
+                    got=f"{value!r} for {role}, {earlier!r} before it",
+                    expected="one value, because the roles share their processes",
+                )
     return colocated
 
 
@@ -228,8 +229,11 @@ class WorkerProcesses:
         calls.end_processes([self.actors[rank]], [self.address_refs[rank]])
         # Checked after the end of the process, because `shutdown` may be called meanwhile.
         if self.is_ended:
-            where = f"{self.name}[rank {rank}]"
-            raise WorkerError(where, got="a restart", expected="a group that is not shut down")
+            raise WorkerError(
+                f"{self.name}[rank {rank}]",
+                got="a restart",
+                expected="a group that is not shut down",
+            )
         self.actors[rank] = self._factories[rank].remote(self.name, rank)
         self.address_refs[rank] = self.actors[rank].address.remote()
         self.load_refs[rank] = self._load(self.actors[rank])
@@ -393,8 +397,11 @@ class RayWorkerGroup(WorkerGroup[W]):
         """
         unknown_roles = sorted(role for role in prefix_set if role not in self._roles)
         if unknown_roles:
-            expected = f"roles among {list(self._roles) or 'none: one role'}"
-            raise WorkerError(f"{self.name}.spawn", got=f"{unknown_roles}", expected=expected)
+            raise WorkerError(
+                f"{self.name}.spawn",
+                got=f"{unknown_roles}",
+                expected=f"roles among {list(self._roles) or 'none: one role'}",
+            )
         return {role: group for role, group in self._roles.items() if role in prefix_set}
 
     def shutdown(self) -> None:

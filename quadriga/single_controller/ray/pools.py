@@ -188,11 +188,10 @@ class RayResourcePool(ResourcePool):
         available = "; ".join(node.describe(list(each)) for node in cluster_nodes())
         for group in groups:
             remove_placement_group(group)
-        got = f"{len(late)} of {len(groups)} placement groups after {PLACEMENT_S:.0f} s "
-        got += f"still {states}; {available}"
         raise WorkerError(
             f"resource pool {self.name} {self.device_on_nodes}",
-            got=got,
+            got=f"{len(late)} of {len(groups)} placement groups after {PLACEMENT_S:.0f} s "
+            f"still {states}; {available}",
             expected="the resources that were free before",
             fix="Another program took them in the meantime: see `ray list placement-groups`.",
         )

@@ -130,9 +130,11 @@ def _pack_output(output: Any, where: str) -> Any:
     try:
         return transport.pack_result(output)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
-        got = f"{type(error).__name__}: {error}"
-        expected = "a result that can be pickled"
-        raise WorkerError(f"output of {where}", got=got, expected=expected) from error
+        raise WorkerError(
+            f"output of {where}",
+            got=f"{type(error).__name__}: {error}",
+            expected="a result that can be pickled",
+        ) from error
 
 
 class WorkerProcess:
@@ -251,8 +253,9 @@ class WorkerProcess:
             PhaseTimer.mark(f"{role}.{method}"),
         ):
             if role not in self._workers:
-                expected = f"one of {sorted(self._workers)}"
-                raise WorkerError(f"{self}: {role}", got="a call", expected=expected)
+                raise WorkerError(
+                    f"{self}: {role}", got="a call", expected=f"one of {sorted(self._workers)}"
+                )
             args, kwargs = transport.unpack(body, values)
             running.arguments = (args, kwargs)
             output = getattr(self._workers[role], method)(*args, **kwargs)
