@@ -164,8 +164,7 @@ class Channel:
         # Large enough for all buckets at once: if the buffer grew with each, views of the old one
         # could still exist, and both would need memory.
         if self._buffer is None or self._buffer.numel() < header["num_bytes"]:
-            room_bytes = header["room_bytes"]
-            self._buffer = torch.empty(room_bytes, dtype=torch.uint8, device=self._device)
+            self._buffer = torch.empty(header["room_bytes"], dtype=torch.uint8, device=self._device)
         content = self._buffer[: header["num_bytes"]]
         self._broadcast(content)
         return header, content
@@ -193,8 +192,9 @@ class Channel:
         """
         try:
             if self._headers is None:
-                groups = meet(self._address, self._rank, self._device, self._store)
-                self._headers, self._contents = groups
+                self._headers, self._contents = meet(
+                    self._address, self._rank, self._device, self._store
+                )
             yield
         except torch.OutOfMemoryError:
             # Although it is a RuntimeError, the connection did not cause it.
@@ -320,10 +320,10 @@ class WeightReceiver(CopiedWeights):
         sent = header["fingerprints"]
         differing = Fingerprint(sent).differences(Fingerprint(received))
         if differing:
-            count = f"{len(differing)} of {len(sent)} weights"
             raise WeightSyncError(
                 where,
-                got=f"{count} that changed in transfer: {name_some(differing)}",
+                got=f"{len(differing)} of {len(sent)} weights "
+                f"that changed in transfer: {name_some(differing)}",
                 expected="the weights that the trainer sent",
                 fix="The network between trainer and rollout corrupts data.",
             )

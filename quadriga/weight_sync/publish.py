@@ -84,10 +84,10 @@ class SharedWeights:
             if name not in offered and memory not in offered_memory.values():
                 unshared.append(name)
         if unshared:
-            count = f"{len(unshared)} of {len(target_memory)} weights"
             raise WeightSyncError(
                 f"shared weights, version {version}",
-                got=f"{count} that are not the trainer's own: {name_some(unshared)}",
+                got=f"{len(unshared)} of {len(target_memory)} weights "
+                f"that are not the trainer's own: {name_some(unshared)}",
                 expected="the same parameters in trainer and rollout",
                 fix="Give the rollout the trainer's module, or publish with CopiedWeights.",
             )
@@ -108,10 +108,10 @@ class SharedWeights:
         states = _parameter_states(target)
         changed = [name for name, state in self._published.items() if state != states.get(name)]
         if changed:
-            count = f"{len(changed)} of {len(states)} weights"
             raise WeightSyncError(
                 f"shared weights, version {version}",
-                got=f"{count} that were written to since: {name_some(changed)}",
+                got=f"{len(changed)} of {len(states)} weights "
+                f"that were written to since: {name_some(changed)}",
                 expected="the weights as published",
                 fix="Publish the weights after each update.",
             )
@@ -197,10 +197,9 @@ class CopiedWeights:
         ]
         if differing:
             names = name_some(sorted(differing))
-            count = f"{len(differing)} of {len(self._published)} weights"
             raise WeightSyncError(
                 f"weights of version {version}",
-                got=f"{count} that differ: {names}",
+                got=f"{len(differing)} of {len(self._published)} weights that differ: {names}",
                 expected="the trainer's weights in the rollout",
                 fix="The rollout engine did not load them unchanged, and generates nothing.",
             )

@@ -197,10 +197,10 @@ class ReshardedWeights:
         require_version(target, version)
         differing = self._published.differences(target.fingerprint())
         if differing:
-            count = f"{len(differing)} of {len(self._published.tensors)} shards"
             raise WeightSyncError(
                 f"weights of version {version}",
-                got=f"{count} that were written to: {name_some(differing)}",
+                got=f"{len(differing)} of {len(self._published.tensors)} shards "
+                f"that were written to: {name_some(differing)}",
                 expected="the shards as published",
             )
 
@@ -419,10 +419,10 @@ class ReshardedWeights:
             moves = self._buckets[number - 1]
             sides = (rank, self.rank)
             names = [move.name for move in moves if (move.sender, move.receiver) == sides]
-            count = f"{len(names)} weights from rank {rank}"
             raise WeightSyncError(
                 where,
-                got=f"{count}, of which some changed in transfer: {name_some(names)}",
+                got=f"{len(names)} weights from rank {rank}, "
+                f"of which some changed in transfer: {name_some(names)}",
                 expected="what that rank sent",
                 fix="The network between the ranks corrupts data.",
             )
@@ -525,10 +525,10 @@ def plan(
     names = dict.fromkeys(chain.from_iterable(held_boxes))
     differing = sorted(names.keys() ^ set(chain.from_iterable(wanted_boxes)))
     if differing:
-        count = f"{len(differing)} weights"
         raise WeightSyncError(
             "weight sync",
-            got=f"{count} that only one of trainer and rollout has: {name_some(differing)}",
+            got=f"{len(differing)} weights "
+            f"that only one of trainer and rollout has: {name_some(differing)}",
             expected="the same weights in both",
             fix="Trainer and rollout must have the same architecture.",
         )

@@ -136,8 +136,9 @@ class ActorRolloutRefWorker(Learner):
         loaded = load_policy(self.config, dtype, self.processes, has_adapter=self.has_adapter)
         model = self.config.actor_rollout_ref.model if self.is_trained else None
         choices = self.make_engine(loaded, model, "actor")
-        correction = self.config.algorithm.rollout_correction
-        self.objective = PolicyObjective(self.section, correction, self.config.distillation)
+        self.objective = PolicyObjective(
+            self.section, self.config.algorithm.rollout_correction, self.config.distillation
+        )
         return choices | self.describe("actor")
 
     def _make_rollout(self) -> None:

@@ -456,8 +456,9 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         num_bytes = layout.state_bytes(
             in_experts, total - in_experts, dtype.itemsize, is_trained=not is_adapted
         )
-        trained_state = "weights, AdamW's moments and sums of gradients"
-        state = "frozen weights" if is_adapted else trained_state
+        state = "weights, AdamW's moments and sums of gradients"
+        if is_adapted:
+            state = "frozen weights"
         yield (
             f"{where}: a process keeps about {num_bytes / 1e9:.3g} GB of {state} "
             f"({layout.describe()}, {str(dtype)[6:]})"

@@ -213,10 +213,10 @@ class GenerationStream:
             if tensor_fingerprint(tensor) != fingerprints[name]:
                 changed.append(name)
         if changed:
-            count = f"{len(changed)} of {len(fingerprints)} weights"
             raise WeightSyncError(
                 f"weights of version {version}",
-                got=f"{count} that differ: {name_some(changed)}",
+                got=f"{len(changed)} of {len(fingerprints)} weights "
+                f"that differ: {name_some(changed)}",
                 expected="what the trainer sent",
             )
 

@@ -194,9 +194,10 @@ def first_outcomes(handles: Sequence[RemoteCall]) -> dict[RemoteCall, Any]:
     wait.go_on(REPORT_EVERY_S, for_one=True)
     outcomes = {}
     for ref, output in wait.outputs.items():
-        is_failure = isinstance(output, _FAILED)
-        outcome = output.as_error() if is_failure else transport.unpack_result(output, borrow=True)
-        outcomes[wait.calls[ref]] = outcome
+        if isinstance(output, _FAILED):
+            outcomes[wait.calls[ref]] = output.as_error()
+        else:
+            outcomes[wait.calls[ref]] = transport.unpack_result(output, borrow=True)
     return outcomes
 
 

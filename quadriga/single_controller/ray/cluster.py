@@ -116,8 +116,9 @@ def cluster(
         }
         init_arguments = defaults | init_arguments
     else:
-        runtime_env = init_arguments.get("runtime_env")
-        init_arguments["runtime_env"] = _joining_env(where, address, runtime_env)
+        init_arguments["runtime_env"] = _joining_env(
+            where, address, init_arguments.get("runtime_env")
+        )
 
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
