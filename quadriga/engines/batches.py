@@ -123,8 +123,9 @@ def mini_batches(
     for epoch in range(passes.num_epochs):
         positions = rollouts
         if passes.shuffle_seed is not None:
-            generator = torch.Generator().manual_seed(passes.shuffle_seed + epoch)
-            order = torch.randperm(num_rollouts, generator=generator)
+            order = torch.randperm(
+                num_rollouts, generator=torch.Generator().manual_seed(passes.shuffle_seed + epoch)
+            )
             # The inverse permutation: where each rollout comes in the shuffled order.
             position_of = torch.empty_like(order).scatter_(0, order, torch.arange(num_rollouts))
             positions = position_of[rollouts]

@@ -130,8 +130,11 @@ class StateWriter:
             written = thread.result() if is_done and error is None else None
             if error is not None and not isinstance(error, CheckpointError):
                 trace = "".join(format_exception(error))
-                got = f"{type(error).__name__}: {error}"
-                error = CheckpointError("writing a checkpoint", got=got, expected="no such error")
+                error = CheckpointError(
+                    "writing a checkpoint",
+                    got=f"{type(error).__name__}: {error}",
+                    expected="no such error",
+                )
                 error.add_note(trace)
 
             # All ranks decide by the same outcomes, so they continue or raise together.

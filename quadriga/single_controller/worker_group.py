@@ -248,8 +248,11 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         future = DataProtoFuture(collect, handles, resolve=self.resolve)
         if mode.mesh is not None and not padding[0]:
             # The outputs are joined, which copies them, so they may be views of lent memory.
-            resolve = partial(self.resolve, borrow=True)
-            future = replace(future, resolve=resolve, rows_of=layout.mesh(mode.mesh).collected)
+            future = replace(
+                future,
+                resolve=partial(self.resolve, borrow=True),
+                rows_of=layout.mesh(mode.mesh).collected,
+            )
         return future.get() if registration.blocking else future
 
 

@@ -206,8 +206,11 @@ def build_processor(config: Config) -> Any:
     """The image processor of a vision-language model; None for a language model."""
     model = config.actor_rollout_ref.model
     trusts = config.data.trust_remote_code or model.trust_remote_code
-    sizes = config.data.mm_processor_kwargs.model_dump(exclude_none=True)
-    return load_processor(model.path, trust_remote_code=trusts, options=sizes)
+    return load_processor(
+        model.path,
+        trust_remote_code=trusts,
+        options=config.data.mm_processor_kwargs.model_dump(exclude_none=True),
+    )
 
 
 def prompt_context(config: Config, tokenizer: Any) -> PromptContext:

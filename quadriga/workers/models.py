@@ -141,9 +141,8 @@ def load_model(
     folder = model_folder(path) if is_critic or not is_replicated else None
     # Without a folder that can be read shard by shard, transformers loads all weights.
     if folder is None or is_replicated:
-        device = processes.world.device
         causal_lm = load_causal_lm(
-            path, dtype=dtype, device=device, needs_head=not is_critic, **options
+            path, dtype=dtype, device=processes.world.device, needs_head=not is_critic, **options
         )
         replicated = scorer(causal_lm)
         if is_critic and folder is not None:
@@ -189,9 +188,8 @@ def load_reward_scorer(
     folder = None if processes.layout.is_whole else model_folder(path)
     # All weights are loaded now, because each rank holds them, or only transformers reads the files.
     if folder is None:
-        device = processes.world.device
         model = load_reward_model(
-            path, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+            path, dtype=dtype, device=processes.world.device, trust_remote_code=trust_remote_code
         )
         return LoadedModel(RewardScorer(model), None)
     has_vision = is_vision(load_config(folder, trust_remote_code=trust_remote_code))

@@ -44,8 +44,12 @@ class RewardModelWorker(EngineWorker):
         self.join(section, model_section.fsdp_config, "reward_model.model")
 
         path = str(model_section.path)
-        trust = model_section.trust_remote_code
-        loaded = load_reward_scorer(path, self.dtype.value, self.processes, trust_remote_code=trust)
+        loaded = load_reward_scorer(
+            path,
+            self.dtype.value,
+            self.processes,
+            trust_remote_code=model_section.trust_remote_code,
+        )
         model = loaded.scorer.model
         self.vocabulary_size = model.get_input_embeddings().num_embeddings
         self.engine, about = self.build_frozen(loaded, model_section.fsdp_config, "reward model")

@@ -122,8 +122,13 @@ class TeacherWorker(EngineWorker):
             positions = rows.batch["attention_mask"].cumsum(-1) - 1
             rows.batch["position_ids"] = positions.clamp(min=0)
         micro = MicroBatching(None, section.log_prob_max_token_len_per_gpu, self.share_prompts)
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        return infer(teacher, rows, micro, temperature=temperature, top_k=section.num_top_tokens)
+        return infer(
+            teacher,
+            rows,
+            micro,
+            temperature=self.config.actor_rollout_ref.rollout.temperature,
+            top_k=section.num_top_tokens,
+        )
 
     def _teachers_of_rows(self, data: DataProto) -> list[str]:
         """Folder or addresses of the teacher of each row, [B]."""

@@ -96,8 +96,11 @@ class _Pickler(cloudpickle.Pickler):
         self._tensor_parts: dict[int, tuple[pickle.PickleBuffer, _OutOfBandBuffer]] = {}
         # Not a bound method, whose reference cycle with the pickler would keep the pickled objects
         # alive until the next garbage collection.
-        callback = partial(_add_large_buffer, self.parts, self._tensor_parts)
-        super().__init__(file, protocol=5, buffer_callback=callback)
+        super().__init__(
+            file,
+            protocol=5,
+            buffer_callback=partial(_add_large_buffer, self.parts, self._tensor_parts),
+        )
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce tensors, columns and batches; refuse references to Ray's objects."""
