@@ -312,8 +312,9 @@ class _Updater:
             for loss in losses:
                 # A pipeline stage without the head has no outputs.
                 if loss.outputs is not None:
-                    row_indices = computed_indices[loss.row_numbers]
-                    self.first_outputs.add(row_indices, loss.packed, loss.outputs)
+                    self.first_outputs.add(
+                        computed_indices[loss.row_numbers], loss.packed, loss.outputs
+                    )
         micro_metrics = [loss.metrics for loss in losses]
         if num_computed == 0:
             micro_metrics = self._sample_metrics(mini_batch, positions, counts, routing)

@@ -115,8 +115,10 @@ class AdapterFiles(RenamedFiles):
     """PEFT's `adapter_model.safetensors` in a folder, under the names that a model uses."""
 
     def __init__(self, folder: Path) -> None:
-        rename = partial(_IN_PEFT.sub, rf"\1.{ADAPTER_NAME}.weight")
-        super().__init__(SafetensorFiles([folder / ADAPTER_WEIGHTS]), rename)
+        super().__init__(
+            SafetensorFiles([folder / ADAPTER_WEIGHTS]),
+            partial(_IN_PEFT.sub, rf"\1.{ADAPTER_NAME}.weight"),
+        )
 
 
 class MergedFiles:
@@ -156,9 +158,9 @@ class MergedFiles:
         name_a, name_b = factor_names(name)
         if name_a not in self.adapter.shapes:
             return weight
-        factor_a = self.adapter.read(name_a)
-        factor_b = self.adapter.read(name_b)
-        return merge(weight.float(), factor_a, factor_b, self.scale)
+        return merge(
+            weight.float(), self.adapter.read(name_a), self.adapter.read(name_b), self.scale
+        )
 
 
 def open_model(folder: str | Path) -> WeightFiles:

@@ -467,8 +467,9 @@ def _chunked_statistics(
     if target_rows.dim() == 1:
         target_rows = target_rows[:, None]
     statistics = hidden.new_zeros(3 + target_rows.shape[1], num_tokens, dtype=torch.float32)
-    workspace_size = min(options.chunk_tokens, num_tokens)
-    workspace = hidden.new_empty(workspace_size, num_rows, dtype=torch.float32)
+    workspace = hidden.new_empty(
+        min(options.chunk_tokens, num_tokens), num_rows, dtype=torch.float32
+    )
     top = None
     if options.top_k is not None:
         shape = (num_tokens, options.top_k)

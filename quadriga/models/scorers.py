@@ -154,8 +154,9 @@ class Scorer(nn.Module, ABC):
         if received is not None:
             inputs = {"inputs_embeds": received}
         elif batch.images is not None:
-            start = self.sharing.first_token(batch)
-            inputs = decoder_inputs(self.model, input_ids, batch.images, start)
+            inputs = decoder_inputs(
+                self.model, input_ids, batch.images, self.sharing.first_token(batch)
+            )
         else:
             inputs = {"input_ids": input_ids}
         if is_packed(self.model):

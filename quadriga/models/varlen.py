@@ -148,9 +148,13 @@ class VarlenAttention(torch.autograd.Function):
                 tensor.index_select(0, runs.continuing_tokens) for tensor in (out_grad, out)
             ]
             prefix_results.append(sums.index_select(1, runs.continuing_tokens))
-            prefix_inputs = runs.select_prefix_inputs(*inputs)
             prefix_grads = _backward(
-                prefix_results, prefix_inputs, runs.continuations, runs.prefixes, False, scale
+                prefix_results,
+                runs.select_prefix_inputs(*inputs),
+                runs.continuations,
+                runs.prefixes,
+                False,
+                scale,
             )
             # Add the second call's gradients where a token took part in both calls.
             indices = (runs.continuing_tokens, runs.prefix_tokens, runs.prefix_tokens)

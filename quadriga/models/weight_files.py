@@ -241,8 +241,9 @@ class ChunkReader(FileSystemReader):
         except Exception as error:
             raise _unreadable_error(path, error) from error
         if not isinstance(chunk_list, Metadata) or chunk_list.storage_data is None:
-            got = type(chunk_list).__name__
-            raise DamagedCheckpointError(str(path), got, "a list of chunks", _ANOTHER)
+            raise DamagedCheckpointError(
+                str(path), type(chunk_list).__name__, "a list of chunks", _ANOTHER
+            )
         return chunk_list
 
     def _require_complete_files(self) -> None:

@@ -99,9 +99,10 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
                 self.methods[attribute] = registration
         clashes = sorted(method for method in self.methods if hasattr(type(self), method))
         if clashes:
-            where = worker_class.__name__
             raise WorkerError(
-                where, f"registered methods {clashes}", "names that no worker group has"
+                worker_class.__name__,
+                f"registered methods {clashes}",
+                "names that no worker group has",
             )
 
     @abstractmethod

@@ -91,8 +91,9 @@ def meet(
     with waiting(f"all {size} processes of a weight sync, this one being {rank}"):
         if store is None:
             store = dist.TCPStore(address.host, address.port, None, False, MEETING_TIMEOUT)
-        headers_store = dist.PrefixStore("headers", store)
-        headers = dist.ProcessGroupGloo(headers_store, rank, size, MEETING_TIMEOUT)
+        headers = dist.ProcessGroupGloo(
+            dist.PrefixStore("headers", store), rank, size, MEETING_TIMEOUT
+        )
         headers._set_default_timeout(TIMEOUT)
         if device.type != "cuda":
             return headers, headers

@@ -253,8 +253,9 @@ class ActorRolloutRefWorker(Learner):
         num_sequences = config.log_prob_micro_batch_size_per_gpu
         if config.log_prob_use_dynamic_bsz:
             num_sequences = None
-        max_tokens = config.log_prob_max_token_len_per_gpu
-        micro = MicroBatching(num_sequences, max_tokens, self.share_prompts)
+        micro = MicroBatching(
+            num_sequences, config.log_prob_max_token_len_per_gpu, self.share_prompts
+        )
         return infer(engine, data, micro, temperature=self.rollout_config.temperature, **outputs)
 
     @register(BY_REPLICA)

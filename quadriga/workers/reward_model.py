@@ -43,9 +43,8 @@ class RewardModelWorker(EngineWorker):
         model_section = section.model
         self.join(section, model_section.fsdp_config, "reward_model.model")
 
-        path = str(model_section.path)
         loaded = load_reward_scorer(
-            path,
+            str(model_section.path),
             self.dtype.value,
             self.processes,
             trust_remote_code=model_section.trust_remote_code,
@@ -99,8 +98,9 @@ class RewardModelWorker(EngineWorker):
 
         section = self.config.reward_model
         num_sequences = None if section.use_dynamic_bsz else section.micro_batch_size_per_gpu
-        max_tokens = section.forward_max_token_len_per_gpu
-        micro = MicroBatching(num_sequences, max_tokens, self.share_prompts)
+        micro = MicroBatching(
+            num_sequences, section.forward_max_token_len_per_gpu, self.share_prompts
+        )
         scores = infer(self.engine, sequences_batch(rows), micro)["scores"].sum(-1)
         release_free_memory()
 

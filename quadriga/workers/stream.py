@@ -318,10 +318,13 @@ class GenerationStream:
     ) -> DataProto:
         """Join the responses of a group to rows. Raises the error of a response that failed."""
         completions = [future.result() for future in futures]
-        length = self.generation.config.data.max_response_length
-        pad = self.generation.tokenizer.pad_token_id
         return batch_of_completions(
-            rows, completions, self.engine.weight_version, length, pad, started
+            rows,
+            completions,
+            self.engine.weight_version,
+            self.generation.config.data.max_response_length,
+            self.generation.tokenizer.pad_token_id,
+            started,
         )
 
 

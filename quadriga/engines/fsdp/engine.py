@@ -418,8 +418,11 @@ class FSDPEngine:
                 offloadable[kind] = on_device
 
         if self.device.type == "cuda" and kinds:
-            description = f"{' and '.join(kinds)} of the {self.name}"
-            require_host_memory(self.world, chain(*offloadable.values()), description)
+            require_host_memory(
+                self.world,
+                chain(*offloadable.values()),
+                f"{' and '.join(kinds)} of the {self.name}",
+            )
         for kind, on_device in offloadable.items():
             # On a CPU, copies take the place of the tensors.
             copies = self.offloaded.add(kind, on_device, folder)

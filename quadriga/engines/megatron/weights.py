@@ -82,8 +82,9 @@ class MegatronWeights(PartialWeights):
         local_parameters = self._local_parameters(scorer, chunks, device, dtype)
         self.places: dict[str, tuple[ParameterPlace, nn.Parameter]] = {}
         shard_specs = self._place_shards(model, local_parameters, processes)
-        parameter_specs = _describe_parameters(model, shard_specs, processes)
-        super().__init__(processes, dtype, shard_specs, parameter_specs)
+        super().__init__(
+            processes, dtype, shard_specs, _describe_parameters(model, shard_specs, processes)
+        )
 
         # By id, because several Hugging Face parameters may be views of one parameter.
         self.parameters = {id(parameter): parameter for _, parameter in self.places.values()}

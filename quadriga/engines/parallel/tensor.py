@@ -153,8 +153,7 @@ def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[
     # Before the table is sharded, which replaces its weight.
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     paths = {id(module): name for name, module in model.named_modules()}
-    num_rows = table.weight.shape[0]
-    start, _ = part_of(num_rows, dist.get_world_size(group), dist.get_rank(group))
+    start, _ = part_of(table.weight.shape[0], dist.get_world_size(group), dist.get_rank(group))
     shard_parameter(table, "weight", 0, group)
     dimensions = {f"{paths[id(table)]}.weight": 0}
     forward: Any = partial(_embedding_forward, table, start, group)

@@ -170,8 +170,9 @@ class WorkerProcesses:
         counts = Counter(bundle.node_id for bundle in bundles)
         threads = {}
         for node, count in counts.items():
-            cores = run_on_node(node, num_usable_cores)
-            threads[node] = share_of_cores(cores, count, pool.neighbours.get(node, count))
+            threads[node] = share_of_cores(
+                run_on_node(node, num_usable_cores), count, pool.neighbours.get(node, count)
+            )
         self.threads = "; ".join(dict.fromkeys(share.reason for share in threads.values()))
         variables = {}
         if num_threads := os.environ.get(THREADS):

@@ -185,8 +185,9 @@ class Heartbeat:
         lines += [f"{', '.join(workers)}:\n{stacks}" for stacks, workers in workers_at.items()]
         lines += [f"{refs[ref]}: no answer" for ref in silent]
         self.emit("\n".join(lines))
-        got = f"{name} not done after {status.running_s:.0f} s"
-        self._kill(process, got, f"It was killed: {limit}.")
+        self._kill(
+            process, f"{name} not done after {status.running_s:.0f} s", f"It was killed: {limit}."
+        )
 
     def _kernel_state(self, process: _Watched) -> str:
         """The kernel's state of a process, in parentheses, if it explains the silence; else ""."""

@@ -216,8 +216,9 @@ class WorkerProcess:
         """
         # torch.distributed and other libraries read these variables.
         os.environ.update({name.upper(): str(value) for name, value in asdict(place).items()})
-        node = ray.util.get_node_ip_address()
-        self._names[role] = WorkerName(role, place.rank, place.world_size, node, os.getpid())
+        self._names[role] = WorkerName(
+            role, place.rank, place.world_size, ray.util.get_node_ip_address(), os.getpid()
+        )
         with self._run(role, "__init__") as running, placed(place):
             running.arguments = entry.args, entry.kwargs
             self._workers[role] = entry()
@@ -314,8 +315,9 @@ class WorkerProcess:
             if name is None:
                 name = WorkerName(role, self._rank, self._rank + 1, pid=os.getpid())
             running_s = time.monotonic() - running.start
-            arguments = describe_arguments(*running.arguments)
-            running.outcome = Failure.of(error, name, method, arguments, running_s)
+            running.outcome = Failure.of(
+                error, name, method, describe_arguments(*running.arguments), running_s
+            )
         finally:
             if is_shown:
                 seconds = time.monotonic() - running.start
