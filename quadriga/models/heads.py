@@ -288,10 +288,6 @@ def exact_in_bfloat16() -> Iterator[None]:
         settings.fp32_precision = before
 
 
-# The likeliest tokens' logits or log-probs, and their ids: [M, k] each. None: not requested.
-_Top = tuple[Tensor, Tensor] | None
-
-
 class _TokenInputs(NamedTuple):
     """Inputs of the logits' gradient: gradients of the outputs, and statistics of the vocabulary.
 
@@ -350,7 +346,12 @@ class _TokenScoresFunction(torch.autograd.Function):
             group = options.shard.group
             statistics = _combine_parts(_gather_ranks(statistics, group))
             if top is not None:
-                top = _merge_top_of_ranks(top, options.top_k, group)
+                # The likeliest among those of all ranks: [ranks, M, k] -> [M, ranks * k].
+                values, ids = (
+                    _gather_ranks(part, group).transpose(0, 1).flatten(1) for part in top
+                )
+                top_values, order = values.topk(options.top_k, dim=-1)
+                top = (top_values, ids.gather(-1, order))
 
         normalizer, entropy, target_logit, squares, *other_target_logits = statistics
         log_probs = target_logit - normalizer
@@ -433,14 +434,6 @@ def _gather_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered.view(group.size(), *tensor.shape)
 
 
-def _merge_top_of_ranks(top: tuple[Tensor, Tensor], top_k: int, group: dist.ProcessGroup) -> _Top:
-    """Find the likeliest tokens [M, k] of the vocabulary among the likeliest of each rank."""
-    # [ranks, M, k] -> [M, ranks * k]
-    values, ids = (_gather_ranks(part, group).transpose(0, 1).flatten(1) for part in top)
-    top_values, order = values.topk(top_k, dim=-1)
-    return top_values, ids.gather(-1, order)
-
-
 def _slices(length: int, size: int) -> list[slice]:
     """Divide `length` elements into slices of at most `size` elements."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
@@ -448,7 +441,7 @@ def _slices(length: int, size: int) -> list[slice]:
 
 def _chunked_statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target_rows: Tensor, options: _ScoreOptions
-) -> tuple[Tensor, Tensor, _Top]:
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """Compute the statistics of this rank's vocabulary, in plain torch.
 
     Args:
