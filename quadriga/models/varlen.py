@@ -196,9 +196,9 @@ def _forward(
         keys.offsets,
         queries.longest,
         keys.longest,
-        0.0,
+        0.0,  # no dropout
         is_causal,
-        False,
+        False,  # no mask for debugging
         scale=scale,
         **_window_options(num_left),
     )
@@ -233,7 +233,7 @@ def _backward(
         keys.offsets,
         queries.longest,
         keys.longest,
-        0.0,
+        0.0,  # no dropout
         is_causal,
         *random_state(out.device),
         scale=scale,
