@@ -201,9 +201,10 @@ def renew_own_cluster() -> None:
     Raises:
         WorkerError: the cluster was joined, and its head does not respond.
     """
-    for broken in [own_cluster for own_cluster in _OWN if own_cluster.is_broken()]:
+    if _OWN and _OWN[0].is_broken():
+        broken = _OWN[0]
         broken.end(is_failed=False)
-        _OWN[:] = [_OwnCluster(broken.arguments, broken.where, broken.sessions)]
+        _OWN[0] = _OwnCluster(broken.arguments, broken.where, broken.sessions)
     if not _OWN and is_lost(*head_address()):
         raise WorkerError(
             f"Ray cluster at {ray.get_runtime_context().gcs_address}",

@@ -172,13 +172,14 @@ class StateCopies:
     """The copies of a run. They and this object outlive its workers, and end with the driver."""
 
     def __init__(self) -> None:
-        self._keepers: dict[str, Any] = {}  # by node
-        self._workers: Mapping[str, Any] = {}  # by part of the checkpoint
-        self._plans: dict[str, Any] = {}
+        self._keepers: dict[str, Any] = {}  # a `Keeper` or its actor, by node
+        self._workers: Mapping[str, Any] = {}  # groups of workers, by part of the checkpoint
+        self._plans: dict[str, Any] = {}  # the `CopyPlan` of each part
         self._memory: _CopyLocations | None = None  # None: there are no copies
         # The driver's part of the state after each of the last two copied steps.
         self._driver: dict[int, dict[str, Any]] = {}
-        self._mirrors: list[Any] = []  # references of mirrors that may be under way
+        # Calls that may still be copying the memory of a node to another.
+        self._mirrors: list[Any] = []
 
     @property
     def steps(self) -> str:
