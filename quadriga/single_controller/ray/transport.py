@@ -341,12 +341,13 @@ class Outbox:
 
         items = {}
         for draft, part in missing:
-            storage = None if part.root is None else part.root.untyped_storage()
-            is_whole = storage is not None and 2 * used_bytes[id(part.root)] >= storage.nbytes()
-            key = id(part.root) if is_whole else part.key
-            if key not in items and is_whole and part.root is not None:
-                memory = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
-                items[key] = _Item(memory, part.root, stamp_of(part.root))
+            root = part.root
+            key = part.key
+            if root is not None and 2 * used_bytes[id(root)] >= root.untyped_storage().nbytes():
+                key = id(root)
+                if key not in items:
+                    whole = torch.empty(0, dtype=torch.uint8).set_(root.untyped_storage())
+                    items[key] = _Item(bytes_of(whole), root, stamp_of(root))
             elif key not in items:
                 items[key] = _Item(part.memory)
             items[key].ranks |= draft.ranks
