@@ -346,8 +346,8 @@ class Outbox:
             if root is not None and 2 * used_bytes[id(root)] >= root.untyped_storage().nbytes():
                 key = id(root)
                 if key not in items:
-                    whole = torch.empty(0, dtype=torch.uint8).set_(root.untyped_storage())
-                    items[key] = _Item(bytes_of(whole), root, stamp_of(root))
+                    content = torch.empty(0, dtype=torch.uint8).set_(root.untyped_storage())
+                    items[key] = _Item(bytes_of(content), root, stamp_of(root))
             elif key not in items:
                 items[key] = _Item(part.memory)
             items[key].ranks |= draft.ranks
