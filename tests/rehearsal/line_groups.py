@@ -70,7 +70,7 @@ class TrainingRank(ActorRolloutRefWorker):
             megatron.meet(self.processes, None)
         size = rollout_group_size(self.config)
         rollout_ranks = ()
-        if self.parts.rollout and size > 1:
+        if self.has_rollout and size > 1:
             rollout_ranks = RolloutGroup(self.rank, self.world_size, size, self.device).ranks
         layout = self.processes.layout
         sizes = {"pp": layout.pp, "fsdp": layout.fsdp, "tp": layout.tp, "ep": layout.ep}
