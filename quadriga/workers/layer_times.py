@@ -244,6 +244,8 @@ class _FewLayers:
         num_layers: number of layers.
 
     Attributes:
+        num_sequences: sequences of a step that a rank generates and trains on.
+        rows: prompt and response of each row in the measured micro-batch.
         num_context_tokens: tokens of each sequence in the measured decode steps.
     """
 
@@ -255,6 +257,7 @@ class _FewLayers:
         self.role = role
         self.plan = plan
         self.num_layers = num_layers
+        self.num_sequences = BatchPlan(self.config).num_sequences // plan.layout.world_size
         self.num_context_tokens = 0
         section = trained_section(self.config, role)
         self.rows = self._micro_batch(micro_batch_tokens(self.config, role, plan))
@@ -279,25 +282,16 @@ class _FewLayers:
         """Rows of mean lengths: a micro-batch, or as many as are quick to compute."""
         lengths = self.measurement.lengths
         sizes = self.plan.sizes
-        batch = BatchPlan(self.config)
-        num_parameters = _NUM_LAYERS[1] * sizes.matrix_parameters / sizes.num_layers
-        num_parameters += sizes.table_parameters
+        num_parameters = _NUM_LAYERS[1] * sizes.layer_parameters + sizes.table_parameters
         num_tokens = min(most_tokens, _PASS_S * self.measurement.flops / (6 * num_parameters))
         response = [token % sizes.vocabulary for token in range(max(2, round(lengths.response)))]
         prompt = [token % sizes.vocabulary for token in range(max(1, round(lengths.prompt)))]
-        num_rows = min(num_tokens // len(response), batch.num_sequences // self.num_ranks)
-        num_samples = max(1, batch.num_sequences // batch.num_prompts)
         rows = []
-        for row in range(max(1, int(num_rows))):
+        for row in range(max(1, min(int(num_tokens) // len(response), self.num_sequences))):
             # Each prompt begins with its number, and has several responses.
-            first = row // num_samples % sizes.vocabulary
+            first = row // self.config.actor_rollout_ref.rollout.n % sizes.vocabulary
             rows.append(([first, *prompt[1:]], response))
         return rows
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that share the work of the role."""
-        return self.plan.layout.world_size
 
     def _random_model(self, dtype: torch.dtype) -> PreTrainedModel:
         """Make a model with random weights, the same on all ranks."""
@@ -399,8 +393,7 @@ class _FewLayers:
         if self.role != ACTOR or not rollout.traits.packs_weights:
             return {}
         lengths = self.measurement.lengths
-        num_sequences = BatchPlan(self.config).num_sequences // self.num_ranks
-        num_sequences = max(1, min(rollout.max_num_seqs, num_sequences))
+        num_sequences = max(1, min(rollout.max_num_seqs, self.num_sequences))
         model = self.engine.model
         publish_s = 0.0
         if not self.plan.layout.is_whole:
