@@ -27,8 +27,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pyarrow as pa
 import torch
 import torch.distributed as dist
+from pyarrow import parquet
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -143,6 +145,11 @@ def _measure_rank(
         times = {}
         for role, plan in roles.items():
             times[role] = measurement.layer_times(role, plan)
+        if devices.count == 1:
+            # The process is also the driver, which reads rows and records rollouts.
+            rows = meeting.with_name("rows.parquet")
+            parquet.write_table(pa.table({"row": [0]}), rows)
+            parquet.read_table(rows)
         # Measured last, because kernels that have been compiled stay in memory in a run, too.
         process_bytes = max(world.gather(resident_bytes()[0]))
     finally:
@@ -190,7 +197,8 @@ class Measurement:
         measured = []
         for num_layers in _NUM_LAYERS:
             few_layers = _FewLayers(self, role, plan, num_layers)
-            resident_factor = few_layers.resident_factor()
+            if num_layers == _NUM_LAYERS[1]:
+                resident_factor = few_layers.resident_factor()
             measured.append(few_layers.update_times() | few_layers.generation_times())
             num_context_tokens = few_layers.num_context_tokens
             # Modules with a fused forward refer to themselves.
