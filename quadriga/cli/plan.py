@@ -2,6 +2,7 @@
 """`quadriga plan`: predict whether a run fits on some devices, and the time of a step."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -110,7 +111,7 @@ def unmeasured_cpu(count: int, dtype: str) -> Devices:
         memory_bytes=memory_bytes,
         flops=0.0,
         bytes_per_s=0.0,
-        link_bytes_per_s=0.0,
+        link_bytes_per_s=math.inf,
         source="not measured",
         packed_itemsize=2 if is_narrow else 4,
     )

@@ -7,6 +7,7 @@ CUDA reports, which is less than in the data sheet.
 """
 
 import csv
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,8 +80,9 @@ class Devices:
         memory_bytes: size of the memory.
         flops: operations per second of large products in the dtype that computes.
         bytes_per_s: bandwidth of the memory.
-        link_bytes_per_s: bandwidth between two devices, in one direction.
+        link_bytes_per_s: bandwidth between two devices, in one direction; not used on a CPU.
         source: where the figures come from.
+        new_bytes_per_s: bandwidth to memory that the system has to map and zero first.
         process_bytes: part of the device's memory that Python and its libraries take in a rank's
             process; 0 for an accelerator.
         packed_itemsize: see `quadriga.planning.phases.RolePlan`.
@@ -94,6 +96,7 @@ class Devices:
     bytes_per_s: float
     link_bytes_per_s: float
     source: str
+    new_bytes_per_s: float = math.inf
     process_bytes: float = 0.0
     packed_itemsize: int = 0
     layer_times: Mapping[str, LayerTimes] = field(default_factory=dict)

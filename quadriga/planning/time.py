@@ -29,6 +29,7 @@ from quadriga.planning.phases import (
     cached_token_bytes,
     inference_tokens,
     micro_batch_tokens,
+    predict_update,
     trained_section,
 )
 from quadriga.planning.sizes import ModelSizes
@@ -112,7 +113,10 @@ class _Passes:
         most_tokens = micro_batch_tokens(self.config, role, plan)
         epoch_s += self._measured_s(role, "update", num_steps, most_tokens)
         epoch_s += num_steps * measured.seconds("optimizer_s", plan.sizes.num_layers)
-        return epoch_s * section.ppo_epochs
+        # Between phases, freed memory is returned to the system, which has to map it again.
+        memory = predict_update(self.config, role, plan)
+        new_bytes = (memory.activations + memory.working) * plan.resident_factor
+        return epoch_s * section.ppo_epochs + new_bytes / self.devices.new_bytes_per_s
 
     def _measured_s(self, role: str, name: str, num_parts: int, most_tokens: int) -> float:
         """Seconds of measured passes over all tokens.
@@ -167,11 +171,11 @@ def step_time(
         phases["values"] = passes.forward_s(CRITIC)
         phases["update of the critic"] = passes.update_s(CRITIC)
     if not actor.layout.is_whole or config.async_training.enable:
-        publish_s = 0.0
+        weight_bytes = actor.sizes.num_parameters * actor.itemsize
+        phases["weight sync"] = weight_bytes / devices.link_bytes_per_s
         if ACTOR in devices.layer_times:
             publish_s = devices.layer_times[ACTOR].seconds("publish_s", actor.sizes.num_layers)
-        weight_bytes = actor.sizes.num_parameters * actor.itemsize
-        phases["weight sync"] = publish_s or weight_bytes / devices.link_bytes_per_s
+            phases["weight sync"] = publish_s
     return StepTime(phases, limit)
 
 

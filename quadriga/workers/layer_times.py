@@ -5,7 +5,7 @@ Each rank of the plan is a process, as in a run. The ranks measure the same thin
 so they share cores, caches and memory bandwidth, wait for each other, and gather weights and sum
 gradients as in a run.
 
-    products, copies    matrices of the dtype that computes; one large tensor
+    products, copies    matrices of the dtype that computes; one large tensor, in old and new memory
     micro-batches       passes and updates of two sizes: seconds of each call and of each token
     steps               optimizer steps, weight sync, memory of whole updates
     generation          copies of weights, prefill, decode steps
@@ -141,6 +141,8 @@ def _measure_rank(
         copied = torch.ones(_COPIED_NUMBERS)
         # A copy reads and writes each number.
         bytes_per_s = 2 * copied.nbytes / measurement.seconds(partial(copied.copy_, copied + 1))
+        # So large a tensor is mapped by itself, and returned to the system.
+        new_bytes_per_s = copied.nbytes / measurement.seconds(partial(torch.ones, copied.shape))
         del copied
         times = {}
         for role, plan in roles.items():
@@ -161,7 +163,7 @@ def _measure_rank(
         devices,
         flops=measurement.flops,
         bytes_per_s=bytes_per_s,
-        link_bytes_per_s=bytes_per_s,
+        new_bytes_per_s=new_bytes_per_s,
         source=f"measured: {str(dtype).removeprefix('torch.')} products and copies with "
         f"{num_threads} threads",
         process_bytes=process_bytes,

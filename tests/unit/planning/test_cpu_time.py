@@ -12,7 +12,7 @@ from quadriga.config import Config, load_config
 from quadriga.config.layout import Layout
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.planning.devices import CPU, Devices, LayerTimes, PassTimes
-from quadriga.planning.phases import Lengths, RolePlan
+from quadriga.planning.phases import Lengths, RolePlan, predict_update
 from quadriga.planning.plan import read_sizes
 from quadriga.planning.time import step_time
 from quadriga.workers.layer_times import Measurement, measure_cpu
@@ -96,6 +96,15 @@ def test_a_step_is_the_sum_of_measured_layers(tmp_path: Path) -> None:
     recomputed = {**plans, ACTOR: replace(plans[ACTOR], recomputes=True)}
     phases = step_time(config, recomputed, devices, LENGTHS).phases
     assert phases["update"] == pytest.approx(update_s + num_tokens * 8e-4)
+
+    # Memory that the update has freed is returned to the system, which maps it again.
+    memory = predict_update(config, ACTOR, plans[ACTOR])
+    new_s = 1.5 * (memory.activations + memory.working) / 1e8
+    slow = replace(devices, new_bytes_per_s=1e8)
+    plans[ACTOR] = replace(plans[ACTOR], resident_factor=1.5)
+    assert step_time(config, plans, slow, LENGTHS).phases["update"] == pytest.approx(
+        update_s + new_s
+    )
 
     # Half of the tokens on each of two ranks, in two micro-batches.
     shards = Layout.of(2, ACTOR)
