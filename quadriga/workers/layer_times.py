@@ -122,7 +122,7 @@ def _measure_rank(
     Args:
         rank: number of the rank.
         meeting: file by which the ranks find each other.
-        measurement: what to measure.
+        measurement: context of the measurements.
         devices: the devices, without measured figures.
         roles: the trained roles, by the keys of their sections.
     """
@@ -173,7 +173,7 @@ def _measure_rank(
 
 @dataclass
 class Measurement:
-    """What all ranks measure, in the process of one of them.
+    """Shared context of the measurements in the process of a rank.
 
     Attributes:
         config: the configuration, with a rank for each device.
@@ -248,7 +248,7 @@ class _FewLayers:
     """A model of a role with few layers, in the engines of a rank.
 
     Args:
-        measurement: what all ranks measure.
+        measurement: context of the measurements.
         role: key of the role's section.
         plan: model and ranks of the role.
         num_layers: number of layers.
