@@ -72,7 +72,6 @@ class ActorRolloutRefWorker(Learner):
         self.has_reference = "ref" in parts
         self.is_trained = is_trained
         self.rollout_config = config.actor_rollout_ref.rollout
-        self.has_adapter = self.has_actor and config.actor_rollout_ref.model.has_adapter
         self.reference: FSDPEngine | None = None
         self.weight_version = 0
         # Sends shards to the rollout's ranks, in this process or in others, if those take shards.
@@ -82,6 +81,11 @@ class ActorRolloutRefWorker(Learner):
         self.stream: GenerationStream | None = None
         self.sends_adapter_alone = False  # whether an adapter is sent without being merged
         self.has_sent_frozen = False  # whether the weights below the adapter were sent
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the actor of this worker has an adapter."""
+        return self.has_actor and self.config.actor_rollout_ref.model.has_adapter
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:

@@ -173,7 +173,7 @@ def _measure_rank(
 
 @dataclass
 class Measurement:
-    """Shared context of the measurements in the process of a rank.
+    """Settings of the measurements in the process of a rank.
 
     Attributes:
         config: the configuration, with a rank for each device.
@@ -197,6 +197,7 @@ class Measurement:
             plan: model and ranks of the role.
         """
         measured = []
+        resident_factor = 0.0
         for num_layers in _NUM_LAYERS:
             few_layers = _FewLayers(self, role, plan, num_layers)
             if num_layers == _NUM_LAYERS[1]:
