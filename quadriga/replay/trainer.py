@@ -58,7 +58,7 @@ class ReplayWorker(ActorRolloutRefWorker):
     ) -> None:
         super().__init__(config, tokenizer, role, **options)
         # An engine would take memory, and its package may not be installed here.
-        self.parts = self.parts._replace(rollout=False)
+        self.has_rollout = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:

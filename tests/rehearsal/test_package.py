@@ -51,7 +51,7 @@ from quadriga.trainer.saving import random_states, restore_random_states
 from quadriga.weight_sync import CopiedWeights, WeightReceiver, WeightSender, fingerprint
 from quadriga.weight_sync.fingerprint import PendingFingerprints
 from quadriga.workers import base
-from quadriga.workers.actor_rollout_ref import PARTS, ActorRolloutRefWorker
+from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.base import COPIED, Learner, choose_device
 from quadriga.workers.models import sizes_of_models
 from quadriga_verl.commands.meaning import set_run_key
@@ -415,7 +415,7 @@ def test_weights_are_summed_where_they_are(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(PendingFingerprints, "add", add_and_note)
     worker: Any = SimpleNamespace(
-        engine=make_engine("cuda"), rank=0, world_size=1, parts=PARTS["actor"]
+        engine=make_engine("cuda"), rank=0, world_size=1, has_rollout=False
     )
     copied = ActorRolloutRefWorker.copy_weights(worker)
     assert set(devices) == {"cuda"}
