@@ -407,7 +407,7 @@ def _sources_of_time(plan: Plan) -> Iterator[str]:
     """Describe where the predicted times come from: measured layers, or assumed efficiencies."""
     for role, times in plan.devices.layer_times.items():
         layer = times.layer
-        text = f"an update {1e6 * layer.update_s:.3g} us a token"
+        text = f"an update {1e6 * layer.update_token_s:.3g} us a token"
         if layer.decode_step_s:
             text += f", a decode step {1e3 * layer.decode_step_s:.3g} ms"
         yield f"  measured for a layer of {role}: {text}"
