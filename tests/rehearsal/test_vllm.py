@@ -94,7 +94,12 @@ def test_a_group_computes_on_its_device_in_every_thread(stand_in: StandIn, tmp_p
     """Also in the thread that steps for conversations; the peers' GPUs are not visible."""
     stand_in.here.device = 1
     group: Any = SimpleNamespace(
-        is_leader=True, tell=lambda message: None, size=4, device=SECOND, ranks=range(4), rank=0
+        is_leader=True,
+        broadcast=lambda message: None,
+        size=4,
+        device=SECOND,
+        ranks=range(4),
+        rank=0,
     )
     made = make_engine(tmp_path, group=group)
     assert isinstance(made.core, GroupCore)
