@@ -66,7 +66,7 @@ class TrainingRank(ActorRolloutRefWorker):
         self.join(self.section, self.section.fsdp_config, ACTOR)
         if self.section.strategy == "megatron":
             megatron = import_module("quadriga.engines.megatron.engine")
-            megatron.meet(self.processes, None)
+            megatron.form_groups(self.processes, None)
         size = rollout_group_size(self.config)
         rollout_ranks = ()
         if self.parts.rollout and size > 1:
