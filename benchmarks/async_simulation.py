@@ -44,7 +44,6 @@ from quadriga.trainer.asynchronous.simulation import (
     Simulation,
     SimulationResult,
     Workload,
-    colocated,
     recorded,
 )
 from quadriga.trainer.preflight import recorded_run
@@ -52,6 +51,23 @@ from quadriga.trainer.preflight import recorded_run
 SPLITS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Shares of the GPUs that train."""
 NEAR = 1.03
+
+
+def colocated(
+    rules: Rules, workload: Workload, costs: Costs, num_workers: int, gpus: int
+) -> SimulationResult:
+    """Simulate lockstep, where generation and training take turns on the same ranks.
+
+    Args:
+        rules: rules of a schedule; their `max_staleness` is not used.
+        workload: responses and rewards.
+        costs: times. Publishing and loading take none, but each step takes `switch_s` more.
+        num_workers: number of rollout engines on all ranks.
+        gpus: number of ranks.
+    """
+    step_s = costs.step_s + costs.switch_s
+    in_turns = replace(costs, step_s=step_s, publish_s=0.0, load_s=0.0)
+    return Simulation(replace(rules, max_staleness=0), workload, in_turns, num_workers, gpus).run()
 
 
 def long_tailed(steps: int, prompts: int, responses: int, args: Namespace) -> Workload:

@@ -13,8 +13,7 @@ adapter, a critic or none, float32 or bfloat16, a token budget, one rank or two.
 their full length, so lengths are known. Rewards depend on the response: where all rewards of a
 prompt are equal, an update without a critic computes nothing. The time is the mean of the steps
 after the first, without grading; the memory is the largest resident size of a rank's process.
-`--memory` leaves times out. Each prediction has a process of its own, as
-`quadriga plan` has, and ends before the run.
+`--memory` leaves times out.
 """
 
 import argparse
@@ -26,9 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,13 +33,14 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from quadriga.cli.plan import measure_this_machine, with_layer_times
+from quadriga.cli.plan import unmeasured_cpu
 from quadriga.config import load_config
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.observe.machine import GIB
 from quadriga.planning.devices import Devices
 from quadriga.planning.phases import Lengths
-from quadriga.planning.plan import make_plan, on_devices, read_sizes
+from quadriga.planning.plan import make_plan, on_devices, plan_roles, read_sizes
+from quadriga.workers.layer_times import measure_cpu
 
 PUBLISHED = Path(__file__).with_name("plan_published.tsv")
 # Hidden size, that of the MLP, heads, key-value heads, size of a head, layers, vocabulary.
@@ -122,15 +120,19 @@ def predict(
     """Predicted GiB and seconds of a step, and its phases."""
     config = load_config(overrides, [playground / "sums.yaml"]).config
     dtype = config.actor_rollout_ref.actor.fsdp_config.model_dtype
-    devices = measure_this_machine(num_ranks, dtype)
+    devices = unmeasured_cpu(num_ranks, dtype)
     config = on_devices(config, devices)
     sizes = {ACTOR: read_sizes(Path(config.actor_rollout_ref.model.path) / "config.json", {})}
     if config.algorithm.adv_estimator == "gae":
         sizes[CRITIC] = sizes[ACTOR].with_value_head()
     # Prompts of the playground have about 8 tokens.
     lengths = Lengths(prompt=8, response=config.data.max_response_length)
-    devices = with_layer_times(config, devices, lengths, sizes, dtype)
-    plan = make_plan(config, devices, lengths, sizes, 4 if dtype == "float32" else 2)
+    itemsize = 4 if dtype == "float32" else 2
+    roles = plan_roles(config, devices, lengths, sizes, itemsize)
+    devices = measure_cpu(
+        config, devices, roles, lengths, dtype=dtype, imported="quadriga.trainer.task_runner"
+    )
+    plan = make_plan(config, devices, lengths, sizes, itemsize)
     facts = {"seconds": dict(plan.time.phases), "bytes": {}}
     for phase in plan.phases:
         facts["bytes"][f"{phase.role} {phase.name}"] = dict(phase.parts)
@@ -265,11 +267,7 @@ def main() -> None:
     for number in range(options.number):
         drawn = draw(number, options.seed, options.playground, options.output)
         name, overrides, num_ranks = drawn
-        # In a new process, because building models leaves holes in the memory of this one.
-        context = get_context("spawn")
-        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-            prediction = pool.submit(predict, overrides, options.playground, num_ranks)
-            gib, seconds, predicted = prediction.result()
+        gib, seconds, predicted = predict(overrides, options.playground, num_ranks)
         run = options.output / f"run_{number}"
         real_gib, real_seconds, metrics = measure(overrides, options.playground, num_ranks, run)
         row = f"| {name} | {gib:.2f} | {real_gib:.2f} | {gib / real_gib - 1:+.0%} |"

@@ -133,12 +133,10 @@ def _is_listed(line: Line, key: str) -> bool:
     if key in CONFIRMS:
         return True
     # A row may give a key another name, which has a row of its own.
-    match = find_rule(line.rules, line.entry.task, key)
-    while match is not None and match[0].becomes == ">":
-        parts = iter(match[1])
-        key = re.sub(r"\*|<\w+>", lambda _, parts=parts: next(parts), match[0].argument)
-        match = find_rule(line.rules, line.entry.task, key)
-    return match is not None and match[0].becomes in ("values", "stop")
+    rule = find_rule(line.rules, line.entry.task, key)
+    while rule is not None and rule.becomes == ">":
+        rule = find_rule(line.rules, line.entry.task, rule.argument)
+    return rule is not None and rule.becomes in ("values", "stop")
 
 
 def _is_taken(line: Line, key: str) -> bool:

@@ -375,8 +375,7 @@ class Run:
                 got="no such file",
                 expected="a run that took a step, with jsonl among its trainer.logger",
             )
-        table = pd.DataFrame.from_dict(read_metrics(file), orient="index")
-        return table.rename_axis("step")
+        return pd.DataFrame.from_dict(read_metrics(file), orient="index").rename_axis("step")
 
     def samples(self, step: int) -> pd.DataFrame:
         """Responses of a training step with their prompts and scores.
@@ -433,8 +432,9 @@ class Run:
             names = (*measured[:1], *validations)
         for name in names:
             if name not in known_names:
-                expected = f"one of {', '.join(sorted(known_names))}"
-                raise ConfigError("run.plot", got=name, expected=expected)
+                raise ConfigError(
+                    "run.plot", got=name, expected=f"one of {', '.join(sorted(known_names))}"
+                )
         return Picture({name: list(metrics[name].dropna().items()) for name in names})
 
     @cached_property
@@ -493,8 +493,7 @@ class Run:
         return Trainer.of(loaded.config, self.callbacks).run()
 
 
-_loaded_models: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Path, int]]"
-_loaded_models = weakref.WeakKeyDictionary()
+_loaded_models = weakref.WeakKeyDictionary[PreTrainedModel, tuple[Path, int]]()
 """Models that `Run.model` has loaded, with their folders and their `_num_changes` at that time."""
 
 
@@ -700,7 +699,7 @@ def evaluate(
         except QuadrigaError as error:
             raise name_sources(error, draft.sources) from error.__cause__
     # The first response to each prompt.
-    samples: dict[str, dict[str, Any]] = {}
+    samples = {}
     for response in grades.rows:
         samples.setdefault(response["uid"], _sample_row(response))
     return Evaluation(grades.metrics, pd.DataFrame(list(samples.values())))
@@ -735,7 +734,7 @@ def _frozen_defaults(run: Run) -> dict[str, Any]:
     if "config" in vars(run):
         sections = run.config.model_dump(mode="json", exclude_unset=True)
     else:
-        problems: list[ConfigError] = []
+        problems = []
         sections, _ = read_yaml(run.directory / CONFIGURATION, problems)
         if problems:
             raise problems[0]

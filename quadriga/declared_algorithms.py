@@ -74,10 +74,11 @@ def _read_declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
     arguments = function.args
     # As `required_fields` and `options` of the registry find them in a loaded function.
     fields = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    options = []
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        if default is not None and ast.unparse(default) != "None":
-            options.append(argument.arg)
+    options = [
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is not None and ast.unparse(default) != "None"
+    ]
     flags = [str(keyword.arg) for keyword in call.keywords if ast.literal_eval(keyword.value)]
     return Declaration(tuple(fields), tuple(options), frozenset(flags))
 

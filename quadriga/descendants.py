@@ -107,7 +107,7 @@ def descendants(root: int) -> list[int]:
 def end_descendants(root: int) -> None:
     """Kill all processes below `root`."""
     # All are stopped before the first is killed, so that none can start another one.
-    stopped: set[int] = set()
+    stopped = set()
     while running := set(descendants(root)) - stopped:
         _signal_all(running, signal.SIGSTOP)
         stopped |= running

@@ -125,8 +125,10 @@ class HTTPClient:
             ServerLostError: another attempt may succeed; see the table at the top of the module.
             QuadrigaError: the server refuses the request. Its class is `error` of the client.
         """
-        options = {"method": method, "timeout_s": timeout_s, "needs_object": needs_object}
-        return run_coroutine(self.call_async(path, body, **options))
+        reply = self.call_async(
+            path, body, method=method, timeout_s=timeout_s, needs_object=needs_object
+        )
+        return run_coroutine(reply)
 
     async def call_async(
         self,
@@ -196,9 +198,12 @@ class HTTPClient:
                 failure = str(lost)
                 pause_s = lost.retry_after_s
             if attempt == max_attempts:
-                got = f"{failure} (the last of {max_attempts} attempts)"
-                fix = "Check that the service is up, and lower the rate of requests if it is busy."
-                raise self.error(self.where, got=got, expected="a reply in JSON", fix=fix)
+                raise self.error(
+                    self.where,
+                    got=f"{failure} (the last of {max_attempts} attempts)",
+                    expected="a reply in JSON",
+                    fix="Check that the service is up, and lower the rate of requests if it is busy.",
+                )
             if pause_s is None:
                 pause_s = min(_MAX_PAUSE_S, backoff_s * 2 ** (attempt - 1))
                 # Callers that failed together must not retry together.
@@ -249,8 +254,12 @@ class HTTPClient:
             raise ServerLostError(f"status {status}: {text[:_MAX_QUOTE_CHARS]}", retry_after_s)
         if status != 200:
             where = f"{self.where}/{path}" if path else self.where
-            got = f"status {status}: {text[:_MAX_QUOTE_CHARS]}"
-            raise self.error(where, got=got, expected="status 200", fix=self.fix)
+            raise self.error(
+                where,
+                got=f"status {status}: {text[:_MAX_QUOTE_CHARS]}",
+                expected="status 200",
+                fix=self.fix,
+            )
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:
@@ -284,9 +293,11 @@ def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], It
     through = f", through {route}" if route else ""
     if route and (trouble := proxy_trouble()):
         raise ServerLostError(f"{trouble}{through}")
-    options = {"timeout": timeout_s, "follow_redirects": True, "trust_env": not is_loopback(url)}
     try:
-        with httpx2.Client(**options) as client, client.stream("GET", url) as reply:
+        client = httpx2.Client(
+            timeout=timeout_s, follow_redirects=True, trust_env=not is_loopback(url)
+        )
+        with client, client.stream("GET", url) as reply:
             if reply.status_code != 200:
                 raise ServerLostError(f"status {reply.status_code}{through}")
             yield reply.headers, reply.iter_bytes()

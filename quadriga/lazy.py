@@ -48,7 +48,7 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
 
 
 class _Collector:
-    """Pauses the garbage collector while at least one thread imports modules.
+    """State of the garbage collector while threads import modules.
 
     Attributes:
         lock: protects the other attributes.
@@ -57,39 +57,10 @@ class _Collector:
         keeps_modules: see `keep_modules`.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.num_pauses = 0
-        self.was_enabled = True
-        self.keeps_modules = False
-
-    def pause(self) -> None:
-        """Disable the collector."""
-        with self.lock:
-            if self.num_pauses == 0:
-                self.was_enabled = gc.isenabled()
-                gc.disable()
-            self.num_pauses += 1
-
-    def resume(self) -> None:
-        """End a pause, and after the last one enable the collector if it was enabled before."""
-        with self.lock:
-            self.num_pauses -= 1
-            if self.num_pauses:
-                return
-            # Otherwise the next collections would visit all new objects. Freezing exempts them;
-            # unfreezing puts them into the oldest generation. That would also affect objects which
-            # a user's program has frozen, so it is left out if there are any.
-            if self.keeps_modules:
-                gc.freeze()
-            elif gc.get_freeze_count() == 0:
-                gc.freeze()
-                gc.unfreeze()
-            if self.was_enabled:
-                gc.enable()
-
-
-_COLLECTOR = _Collector()
+    lock = threading.Lock()
+    num_pauses = 0
+    was_enabled = True
+    keeps_modules = False
 
 
 @contextmanager
@@ -98,11 +69,32 @@ def collector_paused() -> Iterator[None]:
 
     Modules live as long as the process, so collections during an import find nothing.
     """
-    _COLLECTOR.pause()
+    with _Collector.lock:
+        if _Collector.num_pauses == 0:
+            _Collector.was_enabled = gc.isenabled()
+            gc.disable()
+        _Collector.num_pauses += 1
     try:
         yield
     finally:
-        _COLLECTOR.resume()
+        with _Collector.lock:
+            _Collector.num_pauses -= 1
+            if _Collector.num_pauses == 0:
+                _enable_collector()
+
+
+def _enable_collector() -> None:
+    """Enable the collector after the last pause, if it was enabled before the first."""
+    # Otherwise the next collections would visit all new objects. Freezing exempts them; unfreezing
+    # puts them into the oldest generation. That would also affect objects which a user's program
+    # has frozen, so it is left out if there are any.
+    if _Collector.keeps_modules:
+        gc.freeze()
+    elif gc.get_freeze_count() == 0:
+        gc.freeze()
+        gc.unfreeze()
+    if _Collector.was_enabled:
+        gc.enable()
 
 
 def keep_modules() -> None:
@@ -110,7 +102,7 @@ def keep_modules() -> None:
 
     Only for processes of this package: a user's program may have garbage at that time.
     """
-    _COLLECTOR.keeps_modules = True
+    _Collector.keeps_modules = True
 
 
 # Without this, the collection at exit visits the objects of all modules, which takes up to two seconds.

@@ -108,7 +108,7 @@ def buckets(
     Yields:
         The results of `put` for the items of a bucket.
     """
-    bucket: list[U] = []
+    bucket = []
     used = 0
     for item in items:
         size = num_bytes(item)

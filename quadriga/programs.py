@@ -63,11 +63,12 @@ class SupervisedProgram:
             encoding,
             *map(str, sys.path),
         ]
-        standard = {"stdin": subprocess.DEVNULL, "stdout": output_fd, "stderr": output_fd}
         try:
             self.process = subprocess.Popen(
                 command,
-                **standard,
+                stdin=subprocess.DEVNULL,
+                stdout=output_fd,
+                stderr=output_fd,
                 env={**os.environ, **variables},
                 pass_fds=fds,
                 process_group=0,

@@ -75,7 +75,7 @@ class Output(io.RawIOBase):
 
     log: ClassVar[Path | None] = None
 
-    def __init__(self, fd: int, name: str, encoding: str, failure: OSError | None = None) -> None:
+    def __init__(self, fd: int, name: str, encoding: str, failure: OSError | None) -> None:
         self.name = f"<{name}>"
         self.encoding = encoding
         self.failure = failure

@@ -42,7 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         config.pluginmanager.register(FailuresAtOnce(config))
     config.stash[GUARDIAN] = Guardian(folder)
-    if config.pluginmanager.hasplugin("hypothesispytest"):
+    # The controller of pytest-xdist runs no tests, and the import takes a second.
+    runs_tests = hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None)
+    if runs_tests and config.pluginmanager.hasplugin("hypothesispytest"):
         # A machine that others keep busy is slow, and what is tested is right on it.
         from hypothesis import HealthCheck, settings
 

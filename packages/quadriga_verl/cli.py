@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -109,7 +108,7 @@ def translate_program(program: str, words: Sequence[str], version: str) -> Line:
     """
     entry = find_entry("main_ppo")
     known_version = VERSIONS[-1]
-    problems: list[ConfigError] = []
+    problems = []
     try:
         entry = find_entry(program)
     except ConfigError as problem:
@@ -120,7 +119,8 @@ def translate_program(program: str, words: Sequence[str], version: str) -> Line:
         problems.append(problem)
     translation = translate(entry, words, known_version)
     if problems:
-        return replace(translation, config=None, refused=problems + translation.refused)
+        translation.refused = problems + translation.refused
+        translation.config = None
     return translation
 
 
@@ -147,8 +147,9 @@ def version_of(text: str) -> str:
         for version in VERSIONS:
             if version.startswith(f"{match[0]}."):
                 return version
-    expected = f"one of {', '.join(VERSIONS)}"
-    raise ConfigError("--verl", got=f"'{text}'", expected=expected, fix="Name the nearest.")
+    raise ConfigError(
+        "--verl", got=f"'{text}'", expected=f"one of {', '.join(VERSIONS)}", fix="Name the nearest."
+    )
 
 
 def _check_file(file: Path, version: str) -> int:
@@ -166,8 +167,11 @@ def _check_file(file: Path, version: str) -> int:
     try:
         texts = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        got = f"'{file}': {getattr(error, 'strerror', None) or error}"
-        raise ConfigError("--check-file", got=got, expected="JSON, one line each") from error
+        raise ConfigError(
+            "--check-file",
+            got=f"'{file}': {getattr(error, 'strerror', None) or error}",
+            expected="JSON, one line each",
+        ) from error
     for number, text in enumerate(texts, start=1):
         try:
             entry = json.loads(text)
@@ -177,8 +181,9 @@ def _check_file(file: Path, version: str) -> int:
             line = translate_program(program, words, version or entry.get("set", ""))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             name = number
-            expected = "JSON with entry and args"
-            problem = ConfigError(f"{file}, line {number}", got=str(error), expected=expected)
+            problem = ConfigError(
+                f"{file}, line {number}", got=str(error), expected="JSON with entry and args"
+            )
             keys = VerlKeys(ENTRIES[0])
             line = Line(ENTRIES[0], VERSIONS[-1], keys, refused=[problem])
         num_accepted += not line.refused

@@ -78,10 +78,8 @@ def translate(argv: Sequence[str]) -> int:
     for name, value in translation.options.items():
         print(f"# {name}: {value}")
     changed = changed_keys(translation)
-    left_out = set()
-    for key, source in translation.sources.items():
-        if key not in changed and source in translation.keys.from_user:
-            left_out.add(source)
+    left_out = {source for key, source in translation.sources.items() if key not in changed}
+    left_out &= translation.keys.from_user
     if left_out:
         print(f"# Left out, for they have the defaults: {', '.join(sorted(left_out))}")
     comments = {}
@@ -106,11 +104,9 @@ def changed_keys(translation: Line) -> dict[str, Any]:
     task = translation.entry.task
     leaves = leaf_keys(task)
     left_out = set()
-    for key, value in ours.items():
-        if key not in leaves or key in _ALWAYS_WRITTEN:
-            continue
+    for key in ours.keys() & leaves.keys() - _ALWAYS_WRITTEN:
         default = leaves[key].default
-        if is_same(value, list(default) if isinstance(default, tuple) else default):
+        if is_same(ours[key], list(default) if isinstance(default, tuple) else default):
             left_out.add(key)
     # The default of a key may depend on another key. So keys are put back until the configuration
     # without the others is the same.
@@ -136,16 +132,13 @@ def verl_meanings(words: Sequence[str]) -> list[str]:
     Returns:
         A line "verl's KEYS: REASON" for each reason.
     """
-    keys_by_reason: dict[str, list[str]] = {}
+    keys_by_reason = {}
     for task, trees in (("rl", "ppo"), ("sft", "fsdp_sft,sft")):
         for key in sorted(known_keys()):
             if not all(word.lower() in key for word in words):
                 continue
-            match = find_rule(trees, task, key)
-            if match is None:
-                continue
-            rule = match[0]
-            if rule.becomes in _WITHOUT_EFFECT:
+            rule = find_rule(trees, task, key)
+            if rule is not None and rule.becomes in _WITHOUT_EFFECT:
                 keys = keys_by_reason.setdefault(rule.sentence, [])
                 # A key may be in the trees of both tasks.
                 if key not in keys:
@@ -179,8 +172,9 @@ def _command_line(options: argparse.Namespace, words: list[str]) -> _CommandLine
         return _CommandLine(options.source, options.program, [*file_words, *words])
     if source.suffix == ".sh":
         return _script_line(options, words)
-    line = None if _is_known(options.source) else find_program([options.source, *words])
-    program, words = line or (options.source, words)
+    program = options.source
+    if not _is_known(program):
+        program, words = find_program([program, *words]) or (program, words)
     return _CommandLine("the command line", program, words)
 
 
@@ -189,21 +183,31 @@ def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
     try:
         text = Path(options.source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        got = getattr(error, "strerror", None) or str(error)
-        expected = "a readable shell script"
-        raise ConfigError(options.source, got=got, expected=expected) from error
+        raise ConfigError(
+            options.source,
+            got=getattr(error, "strerror", None) or str(error),
+            expected="a readable shell script",
+        ) from error
     candidates = {}
     for command in find_commands(text, os.environ):
         line = find_program(command.words)
         if line and _is_known(line[0]):
             candidates[command.line] = (command, line)
     if not candidates:
-        fix = "Give its arguments after the name of the program."
-        raise ConfigError(options.source, got="no command of verl", expected="one", fix=fix)
+        raise ConfigError(
+            options.source,
+            got="no command of verl",
+            expected="one",
+            fix="Give its arguments after the name of the program.",
+        )
     number = options.line if options.line in candidates else next(iter(candidates))
     if len(candidates) > 1 and number != options.line:
-        got = f"commands of verl in lines {', '.join(map(str, candidates))}"
-        raise ConfigError(options.source, got=got, expected="one", fix="Name one with --line.")
+        raise ConfigError(
+            options.source,
+            got=f"commands of verl in lines {', '.join(map(str, candidates))}",
+            expected="one",
+            fix="Name one with --line.",
+        )
     command, (program, program_words) = candidates[number]
     place = f"{options.source}, line {number}"
     _check_words(command, place, is_chosen=options.line is not None)
@@ -230,8 +234,7 @@ def _check_words(command: Command, place: str, *, is_chosen: bool) -> None:
     if names:
         assignments = " ".join(f"{name}=VALUE" for name in names)
         fix = f"Set what is not known in front: {assignments} {command_line}"
-    expected = "words that are all known"
-    raise ConfigError(place, got="; ".join(problems), expected=expected, fix=fix)
+    raise ConfigError(place, got="; ".join(problems), expected="words that are all known", fix=fix)
 
 
 def _is_known(program: str) -> bool:

@@ -119,8 +119,11 @@ def compute_policy_loss(
     low = cliprange if cliprange_low is None else cliprange_low
     high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
-        fix = "Set cliprange, or both cliprange_low and cliprange_high."
-        raise ConfigError("compute_policy_loss", got="a side without a clip", fix=fix)
+        raise ConfigError(
+            "compute_policy_loss",
+            got="a side without a clip",
+            fix="Set cliprange, or both cliprange_low and cliprange_high.",
+        )
     losses, diagnostics = vanilla(
         old_log_prob,
         log_prob,

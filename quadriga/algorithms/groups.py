@@ -145,6 +145,6 @@ class Groups:
 
 def _number_names(names: Iterable[Hashable]) -> list[int]:
     """Replace names by numbers, which count from 0 in the order of first occurrence."""
-    numbers: dict[Hashable, int] = {}
+    numbers = {}
     values = names.tolist() if isinstance(names, Tensor) else names
     return [numbers.setdefault(name, len(numbers)) for name in values]

@@ -33,25 +33,6 @@ _KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_PENALTIES = (*_KINDS, *(f"{kind}+" for kind in _KINDS))
 
 
-def _half_square(difference: Tensor) -> Tensor:
-    """The estimate k2."""
-    return difference.square() / 2
-
-
-def _estimate(difference: Tensor, kind: str) -> Tensor:
-    """Estimate the divergence by one of `_KINDS`; the difference of log-probs has any shape."""
-    if kind in ("kl", "k1"):
-        return difference
-    if kind == "abs":
-        return difference.abs()
-    if kind in ("mse", "k2"):
-        return _half_square(difference)
-    # The estimate k3. Two clamps keep a single outlier from dominating: in exp(), and of the result.
-    log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    estimate = log_ratio.exp() - log_ratio - 1
-    return estimate.clamp(-MAX_LOW_VARIANCE_KL, MAX_LOW_VARIANCE_KL)
-
-
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Estimate the KL divergence from the reference for each token.
 
@@ -76,12 +57,23 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         )
 
     difference = logprob - ref_logprob
-    value = _estimate(difference, kind.removesuffix("+"))
+    half_square = difference.square() / 2  # k2
+    value_kind = kind.removesuffix("+")
+    if value_kind in ("kl", "k1"):
+        value = difference
+    elif value_kind == "abs":
+        value = difference.abs()
+    elif value_kind in ("mse", "k2"):
+        value = half_square
+    else:
+        # k3. Two clamps keep a single outlier from dominating: in exp(), and of the result.
+        log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        estimate = log_ratio.exp() - log_ratio - 1
+        value = estimate.clamp(-MAX_LOW_VARIANCE_KL, MAX_LOW_VARIANCE_KL)
     if not kind.endswith("+"):
         return value
     # Straight-through: the second term is 0 and carries the gradient of k2.
-    carrier = _half_square(difference)
-    return value.detach() + (carrier - carrier.detach())
+    return value.detach() + (half_square - half_square.detach())
 
 
 class KLController:

@@ -23,13 +23,14 @@ as a field.
 Shapes: B sequences, T response positions.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, StrEnum
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,7 +40,9 @@ from quadriga.declared_algorithms import read_declarations
 from quadriga.errors import ConfigError, did_you_mean
 from quadriga.user_file import OTHER_CONTRACT, is_reference, load_reference
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+AlgorithmFunction: TypeAlias = Callable[..., Any]
+"""An estimator, a policy loss or a batch column."""
+Function = TypeVar("Function", bound=AlgorithmFunction)
 
 # Kinds of parameters that are fields of the batch.
 _FIELD_KINDS = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -68,7 +71,7 @@ AdvantageEstimator = StrEnum(  # pyrefly: ignore
 """Names of the built-in estimators. Each member, such as `AdvantageEstimator.GAE`, equals its name."""
 
 
-def required_fields(function: Callable[..., Any]) -> tuple[str, ...]:
+def required_fields(function: AlgorithmFunction) -> tuple[str, ...]:
     """Batch fields that an algorithm reads: its positional parameters, in order.
 
     A parameter called `index` reads `uid`, the group of a response, and not the batch's column
@@ -81,24 +84,24 @@ def required_fields(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def options(function: Callable[..., Any]) -> tuple[str, ...]:
+def options(function: AlgorithmFunction) -> tuple[str, ...]:
     """Options that an algorithm takes: its keyword-only parameters, in order."""
     parameters = signature(function).parameters.values()
     return tuple(item.name for item in parameters if item.kind is Parameter.KEYWORD_ONLY)
 
 
-def _settable_options(function: Callable[..., Any]) -> tuple[str, ...]:
+def _settable_options(function: AlgorithmFunction) -> tuple[str, ...]:
     """Options that a configuration may set: all but those that the training step provides."""
     return tuple(name for name in options(function) if name not in (ROLLOUT_ID, MEMORY))
 
 
 def bind_options(
-    function: Callable[..., Any],
+    function: AlgorithmFunction,
     own_values: Mapping[str, Any] | None = None,
     *,
     shared: Mapping[str, Any] | None = None,
     where: str = "algorithm",
-) -> Callable[..., Any]:
+) -> AlgorithmFunction:
     """Bind an algorithm's options, so that only its fields remain to be passed.
 
     Args:
@@ -116,19 +119,15 @@ def bind_options(
     Raises:
         ConfigError: the function does not take an option, or an option has no value.
     """
-    shared = shared or {}
-    own_values = own_values or {}
     known = _settable_options(function)
-    _check_options(own_values, known, where)
-
+    _check_options(own_values or {}, known, where)
     # The shared values are those of a whole section, of which few are options of this function.
-    values = {name: shared[name] for name in known if name in shared}
-    values.update(own_values)
+    values = {name: value for name, value in (shared or {}).items() if name in known}
+    values.update(own_values or {})
     parameters = signature(function).parameters
     for name in known:
         if name not in values and parameters[name].default is Parameter.empty:
-            got = f"no value for the option {name!r}"
-            raise ConfigError(where, got=got, fix=f"Set {name}.")
+            raise ConfigError(where, got=f"no value for the option {name!r}", fix=f"Set {name}.")
     return partial(function, **values)
 
 
@@ -138,7 +137,7 @@ class Algorithm:
 
     name: str  # as in the configuration
     fields: tuple[str, ...]  # batch fields that the function reads, in order
-    function: Callable[..., Any]  # takes the fields
+    function: AlgorithmFunction  # takes the fields
     # Functions that compute further fields from the whole batch, by name, with options bound.
     columns: Mapping[str, Callable[..., Tensor]]
     # Whether a sequence whose advantages are all 0 has no loss, so that an engine may skip it.
@@ -148,21 +147,17 @@ class Algorithm:
     @property
     def column_fields(self) -> frozenset[str]:
         """Fields that `columns` are computed from."""
-        names: set[str] = set()
-        for column in self.columns.values():
-            names.update(required_fields(column))
-        return frozenset(names)
+        return frozenset(chain.from_iterable(map(required_fields, self.columns.values())))
 
     def compute_columns(self, fields: Mapping[str, Any]) -> dict[str, Tensor]:
         """Compute the columns, [B, T] each, from the fields of a whole batch, [B, T] each."""
         computed = {}
         for name, column in self.columns.items():
-            inputs = [fields[field] for field in required_fields(column)]
-            computed[name] = column(*inputs)
+            computed[name] = column(*(fields[field] for field in required_fields(column)))
         return computed
 
 
-class Registry(dict[str, Callable[..., Any]]):
+class Registry(dict[str, AlgorithmFunction]):
     """Functions of one kind by name.
 
     Args:
@@ -207,18 +202,17 @@ class Registry(dict[str, Callable[..., Any]]):
         def decorate(function: Function) -> Function:
             where = f"{self.key} {key!r}"
             _check_signature(function, where)
-            if key in self:
-                # A module that runs twice registers new function objects, so their full names are
-                # compared instead of the objects.
-                new_name = _full_name(function)
-                old_name = _full_name(self[key])
-                if new_name != old_name:
-                    raise ConfigError(
-                        where,
-                        got=f"{new_name} and {old_name}",
-                        expected="one function per name",
-                        fix="Register yours under another name.",
-                    )
+            # A module that runs twice registers new function objects, so their full names are
+            # compared instead of the objects.
+            new_name = _full_name(function)
+            old_name = _full_name(self.get(key, function))
+            if new_name != old_name:
+                raise ConfigError(
+                    where,
+                    got=f"{new_name} and {old_name}",
+                    expected="one function per name",
+                    fix="Register yours under another name.",
+                )
             self[key] = function
             if needs_advantage:
                 self.needing_advantage.add(key)
@@ -240,16 +234,23 @@ class Registry(dict[str, Callable[..., Any]]):
             return self[name]
         # Without this, a path without a function would be reported as a misspelt name.
         if name.endswith(".py"):
-            fix = "Say which function to take."
-            raise ConfigError(self.key, got=repr(name), expected="file.py:function", fix=fix)
+            raise ConfigError(
+                self.key,
+                got=repr(name),
+                expected="file.py:function",
+                fix="Say which function to take.",
+            )
         if not is_reference(name):
             names = sorted(self)
             fix = _SET_BY_SEVERAL_KEYS.get(str(name)) or did_you_mean(str(name), names)
-            if not fix:
-                # The function may be in a library that was not imported.
-                fix = "Name the file that registers it in actor_rollout_ref.model.external_lib."
-            expected = f"one of {', '.join(names)}, or path/to/file.py:function"
-            raise ConfigError(self.key, got=repr(str(name)), expected=expected, fix=fix)
+            # The function may be in a library that was not imported.
+            raise ConfigError(
+                self.key,
+                got=repr(str(name)),
+                expected=f"one of {', '.join(names)}, or path/to/file.py:function",
+                fix=fix
+                or "Name the file that registers it in actor_rollout_ref.model.external_lib.",
+            )
         function = load_reference(name, self.key)
         _check_signature(function, f"{self.key} {name!r}")
         return function
@@ -281,12 +282,10 @@ class Registry(dict[str, Callable[..., Any]]):
 
         # The options of a loss and those of its columns are in the same section.
         where = f"{self.options_key} ({name})"
-        known: list[str] = []
-        for part in (function, *columns.values()):
-            known += _settable_options(part)
-        _check_options(own_values, tuple(dict.fromkeys(known)), where)
+        known = chain.from_iterable(map(_settable_options, (function, *columns.values())))
+        _check_options(own_values, list(dict.fromkeys(known)), where)
 
-        def bind(part: Callable[..., Any]) -> Callable[..., Any]:
+        def bind(part: AlgorithmFunction) -> AlgorithmFunction:
             """Bind the options that the function, or a column, takes."""
             values = {name: own_values[name] for name in options(part) if name in own_values}
             return bind_options(part, values, shared=shared, where=where)
@@ -396,7 +395,7 @@ def estimate_advantages(
 
 
 def _step_arguments(
-    estimator: Callable[..., Any], fields: Mapping[str, Any], memory: dict[Hashable, Any] | None
+    estimator: AlgorithmFunction, fields: Mapping[str, Any], memory: dict[Hashable, Any] | None
 ) -> dict[str, Any]:
     """Keyword arguments that a training step passes to an estimator: `memory` and `rollout_id`.
 
@@ -407,16 +406,14 @@ def _step_arguments(
         ConfigError: rollouts have several rows, and the estimator compares rows by `uid` alone.
     """
     taken = options(estimator)
-    arguments: dict[str, Any] = {}
+    arguments = {}
     if MEMORY in taken:
         arguments[MEMORY] = {} if memory is None else memory
     rollout_id = list(fields.get(ROLLOUT_ID, ()))
-    # Every row is a rollout.
-    if len(set(rollout_id)) == len(rollout_id):
-        return arguments
-    if ROLLOUT_ID in taken:
+    has_several_rows = len(set(rollout_id)) < len(rollout_id)
+    if has_several_rows and ROLLOUT_ID in taken:
         arguments[ROLLOUT_ID] = rollout_id
-    elif "uid" in required_fields(estimator):
+    elif has_several_rows and "uid" in required_fields(estimator):
         raise ConfigError(
             _ESTIMATOR,
             got="an estimator that counts each row, and rollouts with several rows",
@@ -465,9 +462,12 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
     where = f"{POLICY_LOSSES.key} {name!r}, its result"
     is_tuple = isinstance(result, tuple)
     if not (is_tuple and len(result) == 2 and isinstance(result[1], Mapping)):
-        got = f"a tuple of {len(result)}" if is_tuple else f"a {type(result).__name__}"
-        expected = "(losses, diagnostics): a tensor, and a dict of tensors"
-        raise ConfigError(where, got=got, expected=expected, fix=OTHER_CONTRACT)
+        raise ConfigError(
+            where,
+            got=f"a tuple of {len(result)}" if is_tuple else f"a {type(result).__name__}",
+            expected="(losses, diagnostics): a tensor, and a dict of tensors",
+            fix=OTHER_CONTRACT,
+        )
     # Diagnostics must be per token, too, because the engine aggregates them like losses.
     for part, values in {"losses": result[0], **result[1]}.items():
         is_tensor = isinstance(values, Tensor)
@@ -497,22 +497,27 @@ def check_fields(algorithm: Algorithm, known: Iterable[str], key: str) -> None:
     Raises:
         ConfigError: a name is probably misspelt.
     """
+    if algorithm.is_built_in:
+        return
     known_fields = {*known, *BATCH_COLUMNS}
     for name in algorithm.fields:
         near_fields = get_close_matches(name, known_fields, n=1, cutoff=0.85)
-        if not algorithm.is_built_in and near_fields and near_fields[0] != name:
-            fix = f"Did you mean {near_fields[0]!r}? A column of your data needs another name."
-            got = f"the positional parameter {name!r}"
-            raise ConfigError(f"{key} {algorithm.name!r}", got=got, expected="a field", fix=fix)
+        if near_fields and near_fields[0] != name:
+            raise ConfigError(
+                f"{key} {algorithm.name!r}",
+                got=f"the positional parameter {name!r}",
+                expected="a field",
+                fix=f"Did you mean {near_fields[0]!r}? A column of your data needs another name.",
+            )
 
 
-def _full_name(function: Callable[..., Any]) -> str:
+def _full_name(function: AlgorithmFunction) -> str:
     """Module and qualified name of a function, or of the class of a callable object."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{function.__module__}.{name}"
 
 
-def _check_signature(function: Callable[..., Any], where: str) -> None:
+def _check_signature(function: AlgorithmFunction, where: str) -> None:
     """Raise a ConfigError for parameters that could be either fields or options.
 
     These are `*args`, `**kwargs`, and positional parameters with a default.
@@ -535,7 +540,7 @@ def _check_signature(function: Callable[..., Any], where: str) -> None:
             )
 
 
-def _check_options(names: Iterable[str], known: tuple[str, ...], where: str) -> None:
+def _check_options(names: Iterable[str], known: Collection[str], where: str) -> None:
     """Raise a ConfigError for an option that is not among the known ones.
 
     Args:
@@ -546,6 +551,11 @@ def _check_options(names: Iterable[str], known: tuple[str, ...], where: str) -> 
     for name in names:
         if name in known:
             continue
-        expected = f"one of {', '.join(known)}" if known else "no option: this algorithm has none"
-        fix = did_you_mean(name, known) or "Leave it out."
-        raise ConfigError(where, got=f"the option {name!r}", expected=expected, fix=fix)
+        raise ConfigError(
+            where,
+            got=f"the option {name!r}",
+            expected=f"one of {', '.join(known)}"
+            if known
+            else "no option: this algorithm has none",
+            fix=did_you_mean(name, known) or "Leave it out.",
+        )

@@ -55,6 +55,7 @@ from quadriga.algorithms.masked import MAX_LOG_RATIO, masked_mean, masked_sum, z
 
 Level = Literal["token", "sequence"]
 Bounds = tuple[float | None, float]
+Metrics = dict[str, float]
 
 
 class Rejection(NamedTuple):
@@ -79,7 +80,7 @@ class Rejection(NamedTuple):
 
 def correct_rollout(
     columns: Mapping[str, Tensor], correction: Any
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+) -> tuple[dict[str, Tensor], Metrics]:
     """Compute the importance weights and the mask of a batch.
 
     Args:
@@ -101,22 +102,22 @@ def correct_rollout(
     log_ratio = old_log_probs - rollout_log_probs  # [B, T]
     # Before weights and rejection, because metrics describe the batch as it was sampled.
     metrics = divergence_metrics(old_log_probs, rollout_log_probs, mask)
-    corrected: dict[str, Tensor] = {}
+    corrected = {}
 
     if correction.rollout_is is not None:
         level = correction.rollout_is
         bounds = correction.weight_bounds
         weights = importance_weights(log_ratio, mask, level, bounds)  # [B, T]
         metrics |= weight_metrics(log_ratio, mask, level, bounds)
-        # Batch normalisation keeps the mean weight at 1, so that the step size does not change.
-        factor = torch.ones((), dtype=weights.dtype, device=weights.device)
+        if not correction.bypass_mode:
+            corrected["rollout_is_weights"] = weights
         if correction.rollout_is_batch_normalize:
+            # Batch normalisation keeps the mean weight at 1, so that the step size does not change.
             factor = mean_weight(weights, mask, level)
             metrics["rollout_is_batch_norm_factor"] = float(factor)
-        if correction.bypass_mode:
-            # The loss computes the weights itself, from the policy in training.
-            weights = mask.to(weights.dtype)
-        if not correction.bypass_mode or correction.rollout_is_batch_normalize:
+            if correction.bypass_mode:
+                # The loss computes the weights itself, from the policy in training.
+                weights = mask.to(weights.dtype)
             corrected["rollout_is_weights"] = weights / factor
 
     if correction.rejections and not correction.bypass_mode:
@@ -180,7 +181,7 @@ def mean_weight(weights: Tensor, response_mask: Tensor, level: Level) -> Tensor:
 
 def weight_metrics(
     log_ratio: Tensor, response_mask: Tensor, level: Level, bounds: Bounds
-) -> dict[str, float]:
+) -> Metrics:
     """Distribution of the importance weights.
 
     Args:
@@ -238,7 +239,7 @@ def keep_mask(
     response_mask: Tensor,
     rules: Sequence[Rejection],
     rollout_index: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, Metrics]:
     """Mask the tokens that fail a rejection rule.
 
     Args:
@@ -263,7 +264,7 @@ def keep_mask(
     difference = zero_outside(log_ratio.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # Every rule judges the original mask, so the order of the rules does not matter.
     passes_all = mask
-    metrics: dict[str, float] = {}
+    metrics = {}
     for rule in rules:
         statistic = _statistic(rule, difference, mask)
         low, high = rule.limits
@@ -301,9 +302,7 @@ def _statistic(rule: Rejection, log_ratio: Tensor, mask: Tensor) -> Tensor:
     return divergence
 
 
-def _rule_metrics(
-    rule: Rejection, statistic: Tensor, passes: Tensor, mask: Tensor
-) -> dict[str, float]:
+def _rule_metrics(rule: Rejection, statistic: Tensor, passes: Tensor, mask: Tensor) -> Metrics:
     """Metrics of a rule; `statistic`, `passes` and `mask` are [B, T]."""
     if rule.level == "token":
         per_response = masked_mean(statistic, mask, dim=-1)
@@ -326,7 +325,7 @@ def _rule_metrics(
 
 def _statistics(
     prefix: str, values: Tensor, limits: tuple[float, float], deviation: Tensor
-) -> dict[str, float]:
+) -> Metrics:
     """Metrics of the distribution of a statistic.
 
     The caller computes the standard deviation, which is biased or unbiased.
@@ -343,7 +342,7 @@ def _statistics(
     return {f"{prefix}_{name}": float(value) for name, value in statistics.items()}
 
 
-def _masked_fractions(prefix: str, passes: Tensor, mask: Tensor) -> dict[str, float]:
+def _masked_fractions(prefix: str, passes: Tensor, mask: Tensor) -> Metrics:
     """Fractions of the tokens that were rejected and of the responses that lost a token."""
     is_rejected = mask & ~passes
     lost_a_token = is_rejected.any(-1)
@@ -356,7 +355,7 @@ def _masked_fractions(prefix: str, passes: Tensor, mask: Tensor) -> dict[str, fl
 
 def divergence_metrics(
     log_prob: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
-) -> dict[str, float]:
+) -> Metrics:
     """Divergence of the policy in training from the one that sampled, before any correction.
 
     Args:

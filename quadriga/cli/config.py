@@ -7,11 +7,14 @@ The functions for the arguments `--config FILE` and `key=value` are used by all 
 import argparse
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
+from quadriga.cli.loading import LazyModule
 from quadriga.config import Config, explain, keys_text, load_config, show, with_groups
 from quadriga.config.root import respell
 from quadriga.errors import ConfigError
@@ -28,16 +31,19 @@ translate  convert verl's shell script, command line or YAML to a commented YAML
          `quadriga config translate run_grpo.sh`
 """
 
-
-# Imported on demand: the former loads torch, the latter is in another package.
-_PREFLIGHT = "quadriga.trainer.preflight"
-_TRANSLATION = "quadriga_verl.config_translate"
+if TYPE_CHECKING:
+    from quadriga.trainer import preflight
+else:
+    # It loads torch.
+    preflight = LazyModule("quadriga.trainer.preflight", import_module)
+# Another package, which may not be installed.
+config_translate = LazyModule("quadriga_verl.config_translate", import_module)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `quadriga config`; return its exit status."""
     if argv[:1] == ["translate"]:
-        return translate(argv[1:])
+        return config_translate.translate(argv[1:])
     parser = argparse.ArgumentParser(
         prog="quadriga config",
         description=_DESCRIPTION,
@@ -65,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     config, choice = with_groups(config)
     if choice:
         print(f"notice: {choice}", file=sys.stderr)
-    report = import_module(_PREFLIGHT).preflight(config, options.recorded)
+    report = preflight.preflight(config, options.recorded)
     print(explain(config, report.num_prompts, report.fields), end="")
     _print_section("Models", report.models)
     _print_section("Simulated", report.simulated)
@@ -83,12 +89,14 @@ def _print_keys(words: Sequence[str]) -> None:
     words = " ".join(words).split()
     text = keys_text(words)
     if not text and find_spec("quadriga_verl"):
-        text = "".join(f"{line}\n" for line in import_module(_TRANSLATION).verl_meanings(words))
+        text = "".join(f"{line}\n" for line in config_translate.verl_meanings(words))
     if not text:
-        got = " ".join(words)
-        expected = "part of a key's name or meaning"
-        fix = "No key has it."
-        raise ConfigError("quadriga config keys", got=got, expected=expected, fix=fix)
+        raise ConfigError(
+            "quadriga config keys",
+            got=" ".join(words),
+            expected="part of a key's name or meaning",
+            fix="No key has it.",
+        )
     print(text, end="")
 
 
@@ -111,9 +119,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     for word in argv:
         match = re.match(r"--((?:\w+\.)+\w+)(=.*)?$", word, re.DOTALL)
         if match:
-            fix = f"Write {match[1]}{match[2] or '=VALUE'}."
-            expected = "a key without dashes"
-            raise ConfigError("command line", got=f"'{word}'", expected=expected, fix=fix)
+            raise ConfigError(
+                "command line",
+                got=f"'{word}'",
+                expected="a key without dashes",
+                fix=f"Write {match[1]}{match[2] or '=VALUE'}.",
+            )
     return parser.parse_intermixed_args(list(argv))
 
 
@@ -137,7 +148,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_from(
-    options: argparse.Namespace, *, for_training: bool = False, task: str = "rl"
+    options: argparse.Namespace,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    for_training: bool = False,
+    task: str = "rl",
 ) -> Config:
     """Load the configuration that parsed arguments name.
 
@@ -145,18 +160,15 @@ def load_from(
 
     Args:
         options: the parsed arguments.
+        settings: values by key that other options of the command set; None is no value.
         for_training: whether to make the checks of a training run.
         task: the task, unless the arguments name one.
     """
     overrides = list(options.overrides)
+    overrides += [f"{key}={value}" for key, value in settings.items() if value is not None]
     if getattr(options, "ray", False):
         overrides.append("trainer.backend=ray")
     loaded = load_config(overrides, options.config_files, for_training=for_training, task=task)
     for notice in loaded.notices:
         print(f"notice: {notice}", file=sys.stderr)
     return loaded.config
-
-
-def translate(argv: Sequence[str]) -> int:
-    """Run `quadriga config translate`, which is part of the support of verl."""
-    return import_module(_TRANSLATION).translate(argv)

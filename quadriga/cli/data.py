@@ -6,19 +6,24 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.filesize import decimal
 
 from quadriga.cli.config import add_config_arguments, load_from
-from quadriga.cli.loading import load_module
+from quadriga.cli.loading import LazyModule
 from quadriga.config import Config
 from quadriga.data.files import RowTable, read_table, resolve_files
 from quadriga.errors import DataError
 from quadriga.trainer.checkpoint import model_folder
 
-# Imported on demand: it loads torch and transformers, which only a tokenizer needs.
-_TOKENS = "quadriga.cli.data_tokens"
+if TYPE_CHECKING:
+    from quadriga.cli import data_tokens
+else:
+    # It loads torch and transformers, which only a tokenizer needs.
+    data_tokens = LazyModule("quadriga.cli.data_tokens")
+
 _BATCH_ROWS = 256
 _NUM_BARS = 12  # bars of a histogram
 _BAR_WIDTH = 40  # characters of the longest bar
@@ -47,15 +52,14 @@ def main(argv: Sequence[str]) -> int:
     )
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
-    if arguments.model:
-        arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
-    config = load_from(arguments)
+    model = model_folder(arguments.model) if arguments.model else None
+    config = load_from(arguments, {"actor_rollout_ref.model.path": model})
     for path in resolve_files(arguments.file, config.data.cache_dir, where="FILE"):
         inspect(config, path, arguments.row, arguments.rows)
     return 0
 
 
-def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None:
+def inspect(config: Config, path: Path, row: int, num_rows: int) -> None:
     """Print the contents of a data file.
 
     Args:
@@ -67,7 +71,7 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
     Raises:
         DataError: the file cannot be read, or does not have the row.
     """
-    errors: list[DataError] = []
+    errors = []
     data = config.data
     table = read_table(path, data.cache_dir, errors, data.chat_columns)
     if not 0 <= row < len(table):
@@ -90,9 +94,9 @@ def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None
             lengths += [len(json.dumps(values[key], ensure_ascii=False)) for values in rows]
         print(*histogram(np.array(lengths), "characters of JSON (tokens with --model)"), sep="\n")
     elif is_chat:
-        load_module(_TOKENS).print_chats(config, path, row)
+        data_tokens.print_chats(config, path, row)
     else:
-        load_module(_TOKENS).print_prompts(config, table, row, errors)
+        data_tokens.print_prompts(config, table, row, errors)
 
 
 def _schema_lines(table: RowTable) -> Iterator[str]:

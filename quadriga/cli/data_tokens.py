@@ -56,7 +56,7 @@ def print_chats(config: Config, path: Path, row: int) -> None:
     data = config.data
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
     skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
-    options: dict[str, Any] = {}
+    options = {}
     model_path = config.actor_rollout_ref.model.path
     if model_path:
         options = {
@@ -65,8 +65,7 @@ def print_chats(config: Config, path: Path, row: int) -> None:
             "vocabulary_size": embedding_limit(config, encoder.tokenizer),
         }
     chats = _Chats([path], encoder.tokenizer, skips, **options)
-    lengths = np.array([len(chat.ids) for chat in chats.rows])
-    print(*histogram(lengths, "tokens"), sep="\n")
+    print(*histogram(np.array([len(chat.ids) for chat in chats.rows]), "tokens"), sep="\n")
     print(f"bad: {len(chats.bad_rows)} rows")
     if chats.rows:
         shown = chats.rows[min(row, len(chats) - 1)]

@@ -12,13 +12,22 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
 import quadriga
+from quadriga.cli.loading import LazyModule
 from quadriga.errors import ConfigError
 from quadriga.observe.probe import EXTRAS, Extra, installed, probe_capabilities
+
+if TYPE_CHECKING:
+    from quadriga.models import probe
+    from quadriga.observe import machine
+else:
+    # They load torch, and the report must also come where torch is broken.
+    probe = LazyModule("quadriga.models.probe", import_module)
+    machine = LazyModule("quadriga.observe.machine", import_module)
 
 GIB = 1024**3
 LEAST_PYTHON = (3, 11)
@@ -30,9 +39,6 @@ _THREAD_VARIABLES = (
     "KMP_AFFINITY",
     "KMP_BLOCKTIME",
 )
-# Imported on demand: they load torch, and the report must also come where torch is broken.
-_MACHINE = "quadriga.observe.machine"
-_PROBE = "quadriga.models.probe"
 _LEAST_VLLM = "0.30"
 _SGLANG = Extra("sglang", "sglang", "0.5.23", "generates: rollout.name=sglang", ".[sglang]")
 
@@ -56,7 +62,6 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(list(argv))
     if options.model:
-        probe = import_module(_PROBE)
         # The weights of a large model take a while to read, so each line is printed at once.
         for line in probe.describe_model(
             options.model, trust_remote_code=options.trust_remote_code
@@ -120,16 +125,17 @@ def core_requirements() -> list[Requirement]:
     except PackageNotFoundError:
         project = Path(quadriga.__file__).parents[1] / "pyproject.toml"
         if not project.is_file():
-            got = "no list of its requirements"
-            expected = "an installed package"
-            fix = "Install it with pip."
-            raise ConfigError("quadriga", got=got, expected=expected, fix=fix) from None
+            raise ConfigError(
+                "quadriga",
+                got="no list of its requirements",
+                expected="an installed package",
+                fix="Install it with pip.",
+            ) from None
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
-    requirements = [Requirement(text) for text in declared]
     # Packages of extras have a marker that is false without their extra.
     return [
         requirement
-        for requirement in requirements
+        for requirement in map(Requirement, declared)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     ]
 
@@ -164,7 +170,6 @@ def _print_line(is_fine: bool, name: str, version: str, remark: str, *, no: str 
 def _machine_lines() -> list[str]:
     """Describe this machine, and the choices that runs make for it."""
     torch = import_module("torch")
-    machine = import_module(_MACHINE)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     variables = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
     settings = ", ".join(variables) or "no variable sets them"
@@ -186,10 +191,11 @@ def _peer_lines(cuda: Any) -> Iterator[str]:
         cuda: the module `torch.cuda`.
     """
     count = cuda.device_count() if cuda.is_available() else 0
-    pairs = []
-    for first, second in combinations(range(count), 2):
-        if not cuda.can_device_access_peer(first, second):
-            pairs.append(f"{first} and {second}")
+    pairs = [
+        f"{first} and {second}"
+        for first, second in combinations(range(count), 2)
+        if not cuda.can_device_access_peer(first, second)
+    ]
     if pairs:
         yield (
             f"no peer access between GPUs {', '.join(pairs)}: NCCL copies through the host there,"

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from quadriga.cli.config import add_config_arguments, load_from
-from quadriga.cli.loading import load_module
+from quadriga.cli.loading import LazyModule
 from quadriga.config import Config
+from quadriga.config.rollout import ROLLOUT
 from quadriga.data.episodes import episode_seed
 from quadriga.errors import MachineError
 from quadriga.rollout.environments.adapters import LIBRARIES
@@ -21,8 +23,12 @@ from quadriga.rollout.environments.libraries import identifiers
 from quadriga.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool
 from quadriga.trainer.checkpoint import model_folder
 
-# Imported on demand: it loads torch, which only a model needs.
-_EVALUATE = "quadriga.trainer.evaluate"
+if TYPE_CHECKING:
+    from quadriga.trainer import evaluate
+else:
+    # It loads torch, which only a model needs.
+    evaluate = LazyModule("quadriga.trainer.evaluate")
+
 _SERVER_LIBRARIES = frozenset({"openenv"})  # a server has the names of its environments
 _MAX_SHOWN_CHARACTERS = 2000
 
@@ -50,26 +56,28 @@ def main(argv: Sequence[str]) -> int:
         parser.error("name an environment, such as my_env.py:MyEnv")
     if options.episodes < 1:
         parser.error(f"--episodes: got {options.episodes}, expected a positive number")
-    options.overrides.append(f"env.name={options.name}")
-    options.overrides.append(f"env.num_val_episodes={options.episodes}")
     if options.model is not None:
-        options.overrides.append(f"actor_rollout_ref.model.path={model_folder(options.model)}")
-        turns = f"actor_rollout_ref.rollout.multi_turn.max_assistant_turns={options.max_turns}"
-        options.overrides.append(turns)
         return play_with_model(options)
-    return play_at_random(load_from(options), options.episodes, options.max_turns)
+    config = load_from(options, {"env.name": options.name})
+    return play_at_random(config, options.episodes, options.max_turns)
 
 
 def play_with_model(options: argparse.Namespace) -> int:
     """Play episodes with a model; return 1 if one failed, else 0.
 
     Args:
-        options: arguments of the command; its overrides name the model and the environment.
+        options: arguments of the command.
     """
     status = 0
     with TemporaryDirectory(prefix="quadriga-") as folder:
-        options.overrides.append(f"actor_rollout_ref.rollout.trace_dir={folder}")
-        load_module(_EVALUATE).evaluate(load_from(options))
+        settings = {
+            "env.name": options.name,
+            "env.num_val_episodes": options.episodes,
+            "actor_rollout_ref.model.path": model_folder(options.model),
+            f"{ROLLOUT}.multi_turn.max_assistant_turns": options.max_turns,
+            f"{ROLLOUT}.trace_dir": folder,
+        }
+        evaluate.evaluate(load_from(options, settings))
         lines = [
             line
             for file in sorted(Path(folder).iterdir())

@@ -3,8 +3,6 @@
 
 import argparse
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -54,7 +52,7 @@ def main(argv: list[str]) -> int:
     dtype = getattr(torch, dtype_name)
     disable_progress_bar()
     parts = None if arguments.adapter else _load(folder, dtype)
-    with _explain_write_errors(arguments.output):
+    try:
         arguments.output.mkdir(parents=True, exist_ok=True)
         if parts is None:
             shutil.copyfile(folder / ADAPTER_CONFIG, arguments.output / ADAPTER_CONFIG)
@@ -65,6 +63,17 @@ def main(argv: list[str]) -> int:
             model, tokenizer = parts
             _save(model, tokenizer, arguments.output)
             copy_processor(model.config, arguments.output, folder)
+    except QuadrigaError:
+        raise
+    except Exception as error:
+        # For a full disk Python raises an OSError, safetensors a SafetensorError, tokenizers a plain
+        # Exception.
+        raise CheckpointError(
+            f"--output {arguments.output}",
+            got=f"{type(error).__name__}: {error}",
+            expected="room and permission to write the model",
+            fix="The files written so far are not complete.",
+        ) from error
     print(f"{folder} -> {arguments.output} ({dtype_name})")
     return 0
 
@@ -74,25 +83,36 @@ def _check_folders(arguments: argparse.Namespace, folder: Path) -> None:
     output = arguments.output
     where = f"--output {output}"
     if not folder.is_dir():
-        checkpoint = arguments.checkpoint
-        expected = "a run or a checkpoint"
-        fix = "Check the path."
-        raise CheckpointError(checkpoint, got="no such folder", expected=expected, fix=fix)
+        raise CheckpointError(
+            arguments.checkpoint,
+            got="no such folder",
+            expected="a run or a checkpoint",
+            fix="Check the path.",
+        )
     for parent in (folder.parent, folder.parent.parent):
         if (parent / MANIFEST).is_file():
             verify(parent)
     if output.resolve() == folder.resolve():
-        got = "the folder that is exported"
-        fix = "Its weights would be replaced by rounded ones."
-        raise CheckpointError(where, got=got, expected="another one", fix=fix)
+        raise CheckpointError(
+            where,
+            got="the folder that is exported",
+            expected="another one",
+            fix="Its weights would be replaced by rounded ones.",
+        )
     if not arguments.overwrite and output.is_dir() and any(output.iterdir()):
-        expected = "a new folder or an empty one"
-        fix = "--overwrite replaces files of the same names."
-        raise ConfigError(where, got="a folder with files", expected=expected, fix=fix)
+        raise ConfigError(
+            where,
+            got="a folder with files",
+            expected="a new folder or an empty one",
+            fix="--overwrite replaces files of the same names.",
+        )
     if arguments.adapter and not is_adapter(folder):
-        got = "no adapter: all weights were trained"
-        expected = "a checkpoint with an adapter, or PEFT's folder of one"
-        raise CheckpointError(str(folder), got=got, expected=expected, fix="Leave --adapter out.")
+        raise CheckpointError(
+            str(folder),
+            got="no adapter: all weights were trained",
+            expected="a checkpoint with an adapter, or PEFT's folder of one",
+            fix="Leave --adapter out.",
+        )
 
 
 def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -101,10 +121,12 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
         model, _ = from_pretrained(folder, load_config(folder), dtype=dtype)
         return model, read_tokenizer(folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        got = str(error).strip().partition("\n")[0]
-        expected = "a model and a tokenizer that transformers can load"
-        fix = "Export another checkpoint."
-        raise CheckpointError(str(folder), got=got, expected=expected, fix=fix) from error
+        raise CheckpointError(
+            str(folder),
+            got=str(error).strip().partition("\n")[0],
+            expected="a model and a tokenizer that transformers can load",
+            fix="Export another checkpoint.",
+        ) from error
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -120,19 +142,3 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
     set_readable(folder)
     tokenizer.save_pretrained(folder)
     generation_config.to_json_file(folder / "generation_config.json")
-
-
-@contextmanager
-def _explain_write_errors(folder: Path) -> Iterator[None]:
-    """Context manager: name the folder in errors while it is written."""
-    try:
-        yield
-    except QuadrigaError:
-        raise
-    except Exception as error:
-        # For a full disk Python raises an OSError, safetensors a SafetensorError, tokenizers a plain
-        # Exception.
-        got = f"{type(error).__name__}: {error}"
-        expected = "room and permission to write the model"
-        fix = "The files written so far are not complete."
-        raise CheckpointError(f"--output {folder}", got=got, expected=expected, fix=fix) from error

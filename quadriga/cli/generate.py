@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.cli.config import add_config_arguments, load_from
-from quadriga.cli.loading import load_module
+from quadriga.cli.loading import LazyModule
 from quadriga.config import Config
+from quadriga.config.rollout import ROLLOUT
 from quadriga.data.files import TABLE_SUFFIXES
 from quadriga.errors import ConfigError
 from quadriga.protocol.chats import IMAGE
@@ -21,11 +22,11 @@ from quadriga.streams import log_to
 from quadriga.trainer.checkpoint import model_folder
 
 if TYPE_CHECKING:
-    from quadriga.trainer.evaluate import Grades
-
-# Imported on demand: they load torch, which neither a help text nor a wrong command line needs.
-_EVALUATE = "quadriga.trainer.evaluate"
-_VALIDATE = "quadriga.trainer.validate"
+    from quadriga.trainer import evaluate, validate
+else:
+    # They load torch, which neither a help text nor a wrong command line needs.
+    evaluate = LazyModule("quadriga.trainer.evaluate")
+    validate = LazyModule("quadriga.trainer.validate")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,9 +43,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if arguments.output is not None or not arguments.prompt:
         got = "no --prompt" if not arguments.prompt else "--prompt and --output"
-        expected = "--prompt, or --data and --output"
-        raise ConfigError("quadriga generate", got=got, expected=expected)
-    _answer_prompts(config, arguments)
+        raise ConfigError("quadriga generate", got=got, expected="--prompt, or --data and --output")
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    prompts, images = distribute_images(arguments.prompt, arguments.image)
+    chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
+    answers = evaluate.answer(config, chats, images)
+    for prompt, texts in zip(arguments.prompt, answers, strict=True):
+        print(f"> {prompt}", *texts, sep="\n")
     return 0
 
 
@@ -95,36 +100,20 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _load_config(arguments: argparse.Namespace) -> Config:
     """Load the configuration, with the keys that options of the command set."""
-    arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
-    rollout = "actor_rollout_ref.rollout"
     settings = {
-        f"{rollout}.temperature": arguments.temperature,
+        "actor_rollout_ref.model.path": model_folder(arguments.model),
+        f"{ROLLOUT}.temperature": arguments.temperature,
         "data.max_response_length": arguments.max_tokens,
-        f"{rollout}.n": arguments.n,
+        f"{ROLLOUT}.n": arguments.n,
         "data.val_files": json.dumps(arguments.data) if arguments.data else None,
     }
-    for key, value in settings.items():
-        if value is not None:
-            arguments.overrides.append(f"{key}={value}")
-    return load_from(arguments)
-
-
-def _answer_prompts(config: Config, arguments: argparse.Namespace) -> None:
-    """Print each prompt and its responses."""
-    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    prompts, images = distribute_images(arguments.prompt, arguments.image)
-    chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
-    answers = load_module(_EVALUATE).answer(config, chats, images)
-    for prompt, texts in zip(arguments.prompt, answers, strict=True):
-        print(f"> {prompt}")
-        for text in texts:
-            print(text)
+    return load_from(arguments, settings)
 
 
 def answer_rows(config: Config, output_path: str | Path) -> None:
     """Write the rows of data.val_files with their responses, and print the number of rows."""
     log_to(Path(output_path).parent)
-    num_rows = load_module(_EVALUATE).answer_files(config, Path(output_path))
+    num_rows = evaluate.answer_files(config, Path(output_path))
     print(f"{num_rows} rows: {output_path}")
 
 
@@ -151,13 +140,15 @@ def distribute_images(
         texts[0] = IMAGE * len(images) + texts[0]
     num_places = sum(text.count(IMAGE) for text in texts)
     if num_places != len(images):
-        got = f"{IMAGE} {num_places} times in the prompts, and --image {len(images)} times"
-        fix = f"Write {IMAGE} in the place of an image."
-        raise ConfigError("--image", got=got, expected="one for each", fix=fix)
+        raise ConfigError(
+            "--image",
+            got=f"{IMAGE} {num_places} times in the prompts, and --image {len(images)} times",
+            expected="one for each",
+            fix=f"Write {IMAGE} in the place of an image.",
+        )
     # Each prompt takes the next images, as many as it has places.
     remaining_images = iter(images)
-    images_by_prompt = [list(islice(remaining_images, text.count(IMAGE))) for text in texts]
-    return texts, images_by_prompt
+    return texts, [list(islice(remaining_images, text.count(IMAGE))) for text in texts]
 
 
 def grade(argv: Sequence[str]) -> int:
@@ -183,19 +174,18 @@ def grade(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--n", type=int, help="responses to each prompt, as rollout.val_kwargs.n")
     arguments = parser.parse_intermixed_args(list(argv))
-    if arguments.data:
-        arguments.overrides.append(f"data.val_files={json.dumps(arguments.data)}")
-    if arguments.n is not None:
-        arguments.overrides.append(f"actor_rollout_ref.rollout.val_kwargs.n={arguments.n}")
-    if Path(arguments.model).suffix in TABLE_SUFFIXES:
-        config = load_from(arguments)
+    is_file = Path(arguments.model).suffix in TABLE_SUFFIXES
+    settings = {
+        "data.val_files": json.dumps(arguments.data) if arguments.data else None,
+        f"{ROLLOUT}.val_kwargs.n": arguments.n,
+        "actor_rollout_ref.model.path": None if is_file else model_folder(arguments.model),
+    }
+    config = load_from(arguments, settings)
+    if is_file:
         score(config, arguments.model, arguments.response_key, arguments.reward_model_key)
         return 0
-    arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
-    config = load_from(arguments)
-    grades = load_module(_EVALUATE).evaluate(config)
-    samples = load_module(_VALIDATE).first_samples(grades.rows, config.trainer.log_val_generations)
-    for row in samples:
+    grades = evaluate.evaluate(config)
+    for row in validate.first_samples(grades.rows, config.trainer.log_val_generations):
         grading = f"score {row['score']:g}, truth {row['ground_truth']!r}"
         print(f"  {row['input']!r}\n    -> {row['output']!r} ({grading})")
     _print_grades(grades)
@@ -209,10 +199,10 @@ def score(
     reward_model_key: str = "reward_model",
 ) -> None:
     """Grade the responses in a file with `score_file`, and print the metrics."""
-    _print_grades(load_module(_EVALUATE).score_file(config, path, response_key, reward_model_key))
+    _print_grades(evaluate.score_file(config, path, response_key, reward_model_key))
 
 
-def _print_grades(grades: "Grades") -> None:
+def _print_grades(grades: "evaluate.Grades") -> None:
     """Print each metric with its 95 % confidence interval, and pass@k if all scores are 0 or 1."""
     is_binary = all(row["score"] in (0, 1) for row in grades.rows)
     width = max(map(len, grades.metrics), default=0)

@@ -2,8 +2,10 @@
 """Imports of modules that load torch, by commands that may not need them."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from quadriga.lazy import collector_paused
@@ -29,3 +31,21 @@ def load_module(name: str, purpose: str = "") -> Any:
         threads_for_load(),
     ):
         return import_module(name)
+
+
+class LazyModule(ModuleType):
+    """Stands for a module that is imported when one of its attributes is first used.
+
+    Type checkers and editors know the module by an import under `if TYPE_CHECKING`.
+
+    Args:
+        name: name of the module.
+        load: function that imports it; default: with a notice if that takes long.
+    """
+
+    def __init__(self, name: str, load: Callable[[str], Any] = load_module) -> None:
+        super().__init__(name)
+        self._load = load
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._load(self.__name__), attribute)

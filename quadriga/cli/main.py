@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Here and not at exit, so that a failure decides about the status.
             sys.stdout.flush()
     except OSError as error:
+        # The loss of standard output is reported below.
         if error is not streams.lost_output():
             raise
     except SystemExit as end:
@@ -173,10 +174,10 @@ def _refuse_undecodable(parser: argparse.ArgumentParser, arguments: Sequence[str
         texts["the working directory"] = os.getcwd()
     for place, text in texts.items():
         if _UNDECODABLE.search(text):
-            encoding = sys.getfilesystemencoding()
-            expected = f"expected text in {encoding}, the encoding of this locale"
-            fix = "Rename it, or set LC_ALL=C.UTF-8."
-            parser.error(f"{place}: got {text!a}, {expected}. {fix}")
+            parser.error(
+                f"{place}: got {text!a}, expected text in {sys.getfilesystemencoding()}, the "
+                "encoding of this locale. Rename it, or set LC_ALL=C.UTF-8."
+            )
 
 
 def _call_command(command: str, arguments: list[str], has_traceback: bool) -> int:
@@ -200,25 +201,29 @@ def _call_command(command: str, arguments: list[str], has_traceback: bool) -> in
         print(f"quadriga {command}: {error}", file=sys.stderr)
         if isinstance(error, ConfigError):
             return 2
-        hint = f"({type(error).__name__}; {_TRACEBACK_OPTION} shows where it arose)"
-        print(hint, file=sys.stderr)
+        print(
+            f"({type(error).__name__}; {_TRACEBACK_OPTION} shows where it arose)", file=sys.stderr
+        )
         return 1
     except ModuleNotFoundError as error:
         if has_traceback or (error.name or "quadriga").split(".")[0] == "quadriga":
             raise
-        missing = f"the package {error.name} is not installed"
-        hint = "`quadriga doctor` lists missing packages."
-        print(f"quadriga {command}: {missing}. {hint}", file=sys.stderr)
+        print(
+            f"quadriga {command}: the package {error.name} is not installed. "
+            "`quadriga doctor` lists missing packages.",
+            file=sys.stderr,
+        )
         return 1
     except UnicodeEncodeError as error:
         encoding = sys.getfilesystemencoding()
         if has_traceback or encoding == "utf-8" or lookup(error.encoding) != lookup(encoding):
             raise
         # This is a file name from a configuration or a data file.
-        expected = f"expected text in {encoding}, the encoding of this locale"
-        fix = "Set LC_ALL=C.UTF-8."
-        got = f"got {error.object[:200]!a}"
-        print(f"quadriga {command}: {got}, {expected}. {fix}", file=sys.stderr)
+        print(
+            f"quadriga {command}: got {error.object[:200]!a}, expected text in {encoding}, the "
+            "encoding of this locale. Set LC_ALL=C.UTF-8.",
+            file=sys.stderr,
+        )
         return 2
 
 

@@ -2,13 +2,15 @@
 """`quadriga plan`: predict whether a run fits on some devices, and the time of a step."""
 
 import argparse
+import math
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quadriga.cli.config import add_config_arguments, load_from
-from quadriga.config import Config, show
+from quadriga.cli.loading import LazyModule
+from quadriga.config import show
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.errors import ConfigError
 from quadriga.planning.devices import CPU, Devices, count_and_name
@@ -21,16 +23,20 @@ from quadriga.planning.plan import (
     plan_roles,
     read_sizes,
 )
-from quadriga.planning.sizes import ModelSizes
 
-# Imported on demand: they load torch, which a plan for accelerators does not need.
-_CPU = "quadriga.planning.cpu"
-_MACHINE = "quadriga.observe.machine"
-_PRODUCTS = "quadriga.rollout.native.products"
+if TYPE_CHECKING:
+    from quadriga.models import load
+    from quadriga.observe import machine
+    from quadriga.rollout.native import products
+    from quadriga.workers import layer_times
+else:
+    # They load torch, which a plan for accelerators does not need.
+    load = LazyModule("quadriga.models.load", import_module)
+    machine = LazyModule("quadriga.observe.machine", import_module)
+    products = LazyModule("quadriga.rollout.native.products", import_module)
+    layer_times = LazyModule("quadriga.workers.layer_times", import_module)
+
 _RUN = "quadriga.trainer.task_runner"
-_LOAD = "quadriga.models.load"
-_LAYERS = "quadriga.workers.layer_times"
-
 _ABOUT = """Predict the memory of each phase on each rank and the time of a step, the largest token
 budget that fits, what limits, and the layouts that fit by speed. Of the models only config.json is
 read. The status is 1 if the plan does not fit."""
@@ -66,8 +72,7 @@ def main(argv: Sequence[str]) -> int:
     if dtype == "auto":
         dtype = "float32" if options.devices.endswith(CPU) else "bfloat16"
     count, name = count_and_name(options.devices)
-    is_cpu = name == CPU
-    devices = measure_this_machine(count, dtype) if is_cpu else Devices.parse(options.devices)
+    devices = unmeasured_cpu(count, dtype) if name == CPU else Devices.parse(options.devices)
     itemsize = 4 if dtype == "float32" else 2
     data = config.data
     lengths = Lengths(
@@ -83,13 +88,15 @@ def main(argv: Sequence[str]) -> int:
         path = config.critic.model.path
         decoder = read_sizes(_config_file(path), {}) if path else sizes[ACTOR]
         sizes[CRITIC] = decoder.with_value_head()
-    if is_cpu:
+    if devices.is_cpu:
         # Refuses models without formulas before their layers are measured.
-        plan_roles(config, devices, lengths, sizes, itemsize)
-        devices = with_layer_times(config, devices, lengths, sizes, dtype)
+        roles = plan_roles(config, devices, lengths, sizes, itemsize)
+        devices = layer_times.measure_cpu(
+            config, devices, roles, lengths, dtype=dtype, imported=_RUN
+        )
     plan = make_plan(config, devices, lengths, sizes, itemsize)
-    plan = choose_recomputation(plan, lengths, sizes, itemsize)
-    for line in describe_plan(plan, lengths, sizes, itemsize):
+    plan = choose_recomputation(plan)
+    for line in describe_plan(plan, lengths):
         print(line)
     if options.write:
         options.write.write_text(show(plan.config), encoding="utf-8")
@@ -97,59 +104,26 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.fits else 1
 
 
-def measure_this_machine(count: int, dtype: str) -> Devices:
-    """Measure this machine's CPU, as the device that ranks share.
+def unmeasured_cpu(count: int, dtype: str) -> Devices:
+    """This machine's CPU, as devices whose speed has not been measured.
 
     Args:
-        count: number of ranks that share the cores.
+        count: number of ranks that share the cores and the memory.
         dtype: dtype that computes.
-
-    Returns:
-        The devices.
     """
-    # Imports what a run imports, for the memory that is measured below.
-    import_module(_RUN)
-    machine = import_module(_MACHINE)
-    is_fast = import_module(_PRODUCTS).has_fast_bfloat16()
-    devices: Devices = import_module(_CPU).measured_cpu(
-        count,
-        dtype,
-        machine.available_bytes(),
-        packs_narrow=dtype == "bfloat16" and is_fast,
+    # In another dtype the rollout packs float32 copies of the layers' weights.
+    is_narrow = dtype == "bfloat16" and products.has_fast_bfloat16()
+    memory_bytes = machine.available_bytes() / count
+    return Devices(
+        name=CPU,
+        count=count,
+        memory_bytes=memory_bytes,
+        flops=0.0,
+        bytes_per_s=0.0,
+        link_bytes_per_s=math.inf,
+        source="not measured",
+        packed_itemsize=2 if is_narrow else 4,
     )
-    return devices
-
-
-def with_layer_times(
-    config: Config, devices: Devices, lengths: Lengths, sizes: dict[str, ModelSizes], dtype: str
-) -> Devices:
-    """Measure layers of the models on this machine, and the memory of a process without a model.
-
-    Args:
-        config: the configuration, with a rank for each device.
-        devices: the measured machine.
-        lengths: assumed mean lengths.
-        sizes: models of the trained roles, by the keys of their sections.
-        dtype: dtype that computes.
-
-    Returns:
-        The devices with the times, and with the memory of Python and its libraries.
-    """
-    measure = import_module(_LAYERS).layer_times
-    times = {}
-    for role, model_sizes in sizes.items():
-        times[role] = measure(
-            config,
-            role,
-            model_sizes,
-            lengths,
-            dtype=dtype,
-            flops=devices.flops,
-            num_ranks=devices.count,
-        )
-    # Measured last, because kernels that have been compiled stay in memory in a run, too.
-    process_bytes, _ = import_module(_MACHINE).resident_bytes()
-    return replace(devices, process_bytes=process_bytes, layer_times=times)
 
 
 def _mean_length(kind: str, mean: float | None, longest: int) -> float:
@@ -176,4 +150,4 @@ def _config_file(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder / "config.json"
-    return import_module(_LOAD).config_file(path)
+    return load.config_file(path)

@@ -35,7 +35,9 @@ def main(argv: list[str]) -> int:
         _prepare_data(options)
     elif options.what == "model":
         with waiting(f"the model {options.name}", lambda: f"{options.output}", NOTICE_S):
-            folder = _import_recipe("model_folder").prepare_model(options.name, options.output)
+            folder = _import_recipe("quadriga_recipes.model_folder").prepare_model(
+                options.name, options.output
+            )
         log_to(options.output)
         print(f"model: {folder}")
     else:
@@ -89,7 +91,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _prepare_data(options: argparse.Namespace) -> None:
     """Write the rows of a task, and print the files."""
-    files = _import_recipe("tasks").prepare_data(
+    files = _import_recipe("quadriga_recipes.tasks").prepare_data(
         options.name,
         options.output,
         num_train=options.num_train,
@@ -104,7 +106,9 @@ def _prepare_data(options: argparse.Namespace) -> None:
 
 def _prepare_playground(options: argparse.Namespace) -> None:
     """Write the playground; print its files and the commands to run next."""
-    parts = _import_recipe("playground").prepare_playground(options.output, seed=options.seed)
+    parts = _import_recipe("quadriga_recipes.playground").prepare_playground(
+        options.output, seed=options.seed
+    )
     log_to(options.output)
     width = max(map(len, parts))
     for name, path in parts.items():
@@ -117,11 +121,13 @@ def _prepare_playground(options: argparse.Namespace) -> None:
 def _import_recipe(name: str) -> ModuleType:
     """Import a module of `quadriga_recipes`, which may be missing: a run does not need it."""
     try:
-        return import_module(f"quadriga_recipes.{name}")
+        return import_module(name)
     except ModuleNotFoundError as error:
         if error.name != "quadriga_recipes":
             raise
-        expected = "it, in the wheel of quadriga or in the folder recipes/ of its repository"
-        fix = "Install quadriga again; in its repository scripts/install does."
-        got = "no package quadriga_recipes"
-        raise DataError("quadriga prepare", got=got, expected=expected, fix=fix) from error
+        raise DataError(
+            "quadriga prepare",
+            got="no package quadriga_recipes",
+            expected="it, in the wheel of quadriga or in the folder recipes/ of its repository",
+            fix="Install quadriga again; in its repository scripts/install does.",
+        ) from error

@@ -5,17 +5,21 @@ import argparse
 from bdb import BdbQuit
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quadriga.cli.loading import load_module
+from quadriga.cli.loading import LazyModule
+
+if TYPE_CHECKING:
+    from quadriga.replay import report, run
+else:
+    # They load torch.
+    report = LazyModule("quadriga.replay.report")
+    run = LazyModule("quadriga.replay.run")
 
 _ABOUT = """Compute a step of a run again in this process, from the newest checkpoint before it and
 the recorded rollouts, and say for each number whether it equals the recorded one. Nothing in the
 run's folder changes. The status is 0 if the step is equal, 1 if it is not."""
 _PHASES = ("rewards", "advantages", "update")
-
-# Imported on demand: they load torch.
-_RUN = "quadriga.replay.run"
-_REPORT = "quadriga.replay.report"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +57,6 @@ def main(argv: Sequence[str]) -> int:
     until = options.until
     if options.uid and not until:
         until = "advantages"
-    run = load_module(_RUN)
     request = run.ReplayRequest(
         directory=options.run,
         step=options.step,
@@ -68,6 +71,6 @@ def main(argv: Sequence[str]) -> int:
     except BdbQuit:
         print("the replay was ended in the debugger")
         return 1
-    for line in load_module(_REPORT).describe_replay(replayed, options.uid):
+    for line in report.describe_replay(replayed, options.uid):
         print(line)
     return 0 if replayed.is_equal else 1

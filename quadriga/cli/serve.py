@@ -60,10 +60,7 @@ def main(argv: Sequence[str]) -> int:
         f"{ROLLOUT}.serve.timeout_s": arguments.timeout,
         f"{ROLLOUT}.serve.record_file": arguments.record,
     }
-    for key, value in settings.items():
-        if value is not None:
-            arguments.overrides.append(f"{key}={value}")
-    serve(_limit_length(load_from(arguments)))
+    serve(_limit_length(load_from(arguments, settings)))
     return 0
 
 
@@ -73,10 +70,11 @@ def serve(config: Config) -> None:
     Raises:
         ConfigError: several ranks would hold the model together, or the server cannot listen.
     """
-    if rollout_group_size(config) > 1:
+    size = rollout_group_size(config)
+    if size > 1:
         raise ConfigError(
             f"{ROLLOUT}.tensor_model_parallel_size",
-            got=f"groups of {rollout_group_size(config)} ranks",
+            got=f"groups of {size} ranks",
             expected="engines that hold the whole model",
             fix="Leave out trainer.backend=ray, or serve with vLLM itself.",
         )

@@ -12,8 +12,6 @@ from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.trainer.keep_alive import OPTION, is_kept_alive, keep_run_alive
 from quadriga.trainer.launch import run_ppo
 
-_KEEP_ALIVE = "restart the command if a signal such as SIGKILL ends it"
-_RAY = "the same as trainer.backend=ray: worker processes, on Ray"
 _COMMON_KEYS = """\
 common keys:
   data.train_files=FILE                          rows with prompts: parquet, json or jsonl
@@ -38,16 +36,13 @@ An interrupted run resumes from its newest checkpoint. At the end the run's dire
 
 def main(argv: Sequence[str]) -> int:
     """Run `quadriga train`, which trains a policy by rewards; return its exit status."""
-    about = "Train a policy by rewards. An interrupted run resumes from its newest checkpoint."
     parser = argparse.ArgumentParser(
         prog="quadriga train",
-        description=about,
+        description="Train a policy by rewards. An interrupted run resumes from its newest checkpoint.",
         epilog=_COMMON_KEYS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ray", action="store_true", help=_RAY)
-    parser.add_argument(OPTION, action="store_true", help=_KEEP_ALIVE)
-    add_config_arguments(parser)
+    _add_arguments(parser)
     options = parse(parser, argv)
     config = load_from(options, for_training=True)
     return _start(config, ["train", *argv] if options.keep_alive else [])
@@ -56,9 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def sft(argv: Sequence[str]) -> int:
     """Run `quadriga sft`; return its exit status."""
     parser = argparse.ArgumentParser(prog="quadriga sft", description=_SFT)
-    parser.add_argument("--ray", action="store_true", help=_RAY)
-    parser.add_argument(OPTION, action="store_true", help=_KEEP_ALIVE)
-    add_config_arguments(parser)
+    _add_arguments(parser)
     parser.add_argument(
         "--keys", action="store_true", help="list all keys with default and meaning, and end"
     )
@@ -71,12 +64,29 @@ def sft(argv: Sequence[str]) -> int:
         return 0
     config = load_from(options, for_training=not options.show, task="sft")
     if config.task == "rl":
-        fix = "Train a policy by rewards with `quadriga train`."
-        raise ConfigError("objective", got="'rl'", expected="sft or reward_model", fix=fix)
+        raise ConfigError(
+            "objective",
+            got="'rl'",
+            expected="sft or reward_model",
+            fix="Train a policy by rewards with `quadriga train`.",
+        )
     if options.show:
         print(show(config), end="")
         return 0
     return _start(config, ["sft", *argv] if options.keep_alive else [])
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of both commands."""
+    parser.add_argument(
+        "--ray",
+        action="store_true",
+        help="the same as trainer.backend=ray: worker processes, on Ray",
+    )
+    parser.add_argument(
+        OPTION, action="store_true", help="restart the command if a signal such as SIGKILL ends it"
+    )
+    add_config_arguments(parser)
 
 
 def _start(config: Config, restart_command: Sequence[str]) -> int:

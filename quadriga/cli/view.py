@@ -86,7 +86,7 @@ def _parse_steps(text: str | None) -> list[int] | None:
     if text is None:
         return None
     error = ConfigError("--steps", got=text, expected="numbers and ranges, as in 1,5,10-20")
-    steps: set[int] = set()
+    steps = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None:

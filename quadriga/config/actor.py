@@ -51,7 +51,7 @@ class ModelConfig(Section):
 
     path: PathText = ""
     """Folder with a Hugging Face model, or its name on the hub."""
-    override_config: dict[str, Any] = Field(default_factory=dict)
+    override_config: dict[str, Any] = {}
     """Open dictionary: entries that replace those of the model's `config.json`."""
     enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Gradient (activation) checkpointing: recomputes activations backward, for less memory and a third more time.
@@ -170,13 +170,9 @@ class ReferenceFSDPConfig(Section):
 class CheckpointConfig(Section):
     """Contents of a checkpoint."""
 
-    save_contents: list[CheckpointPart] = Field(
-        default_factory=lambda: ["model", "optimizer", "extra"]
-    )
+    save_contents: list[CheckpointPart] = ["model", "optimizer", "extra"]
     """Parts to write; `extra` (random states) counts in the actor's list, `hf_model` is a Hugging Face folder."""
-    load_contents: list[CheckpointPart] = Field(
-        default_factory=lambda: ["model", "optimizer", "extra"]
-    )
+    load_contents: list[CheckpointPart] = ["model", "optimizer", "extra"]
     """Parts to read on resume. Default: the parts of `save_contents`, without `hf_model`."""
 
     @model_validator(mode="before")
@@ -209,7 +205,7 @@ class ParallelConfig(Section):
     expert_parallel_size: Count = 1
     """Expert parallelism: of the ranks that shard one copy of the weights, those that divide the experts of each layer;
     tokens travel to them. It divides the experts. On Megatron-core any neighbours in a pipeline stage."""
-    profiler: RoleProfilerConfig = Field(default_factory=RoleProfilerConfig)
+    profiler: RoleProfilerConfig = RoleProfilerConfig()
 
     def layout(
         self, world_size: int, where: str, megatron: "MegatronConfig | None" = None
@@ -276,8 +272,8 @@ class BatchingConfig(ParallelConfig):
     max_nonfinite_steps: Count = 3
     """Optimizer steps in a row with a gradient that is not finite (each is skipped) after which the run stops. In
     float16 such a step halves the loss scale, and counts once the scale is 1."""
-    fsdp_config: TrainingFSDPConfig = Field(default_factory=TrainingFSDPConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    fsdp_config: TrainingFSDPConfig = TrainingFSDPConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
 
 class MegatronConfig(Section):
@@ -289,7 +285,7 @@ class MegatronConfig(Section):
     """Whether tensor-parallel ranks divide the tokens in parts of layers that are not sharded (norms, sums)."""
     use_distributed_optimizer: bool = True
     """Whether data-parallel ranks shard float32 master weights and AdamW's moments (ZeRO-1)."""
-    override_transformer_config: dict[str, Any] = Field(default_factory=dict)
+    override_transformer_config: dict[str, Any] = {}
     """Open dictionary: fields of Megatron's `TransformerConfig` that neither the model nor other keys decide."""
 
     def findings(self, at: str) -> Findings:
@@ -304,7 +300,7 @@ class PolicyLossConfig(Section):
 
     loss_mode: Name = "vanilla"
     """Name of a registered policy loss, or `path/to/file.py:function`."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = {}
     """Open dictionary: options of that loss, under its own names; they may also be written next to loss_mode."""
 
     @model_validator(mode="before")
@@ -331,7 +327,7 @@ class ActorConfig(BatchingConfig):
 
     strategy: Literal["fsdp", "fsdp2", "megatron"] = "fsdp"
     """Training engine of all roles. fsdp, fsdp2: FSDP2, for any Hugging Face model; megatron: Megatron-core."""
-    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
+    megatron: MegatronConfig = MegatronConfig()
     clip_ratio: NonNegativeFloat = 0.2
     """Shorthand for `clip_ratio_low` and `clip_ratio_high`, for those that are not set."""
     clip_ratio_low: NonNegativeFloat = 0.2
@@ -356,9 +352,9 @@ class ActorConfig(BatchingConfig):
     """
     echo_roles: Annotated[
         list[Literal["tool", "user"]], MinLen(1), ReadIf("echo_coeff", (0.0,), is_listed=False)
-    ] = Field(default_factory=lambda: ["tool", "user"])
+    ] = ["tool", "user"]
     """Roles whose tokens have that loss. Environments without calls of tools write as user."""
-    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
     use_prefix_sharing: bool = True
     """Whether responses to one prompt share the computation of the prompt in training; the gradient is the same."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
@@ -370,7 +366,7 @@ class ActorConfig(BatchingConfig):
     log-probs; old_log_prob: that pass's (R2)."""
     freeze_vision_tower: bool = False
     """Whether the vision encoder of a vision-language model keeps its weights, in the compute dtype."""
-    optim: OptimConfig = Field(default_factory=OptimConfig)
+    optim: OptimConfig = OptimConfig()
 
     @property
     def megatron_if_chosen(self) -> MegatronConfig | None:
@@ -404,7 +400,7 @@ class LogProbConfig(Section):
 class ReferenceConfig(LogProbConfig):
     """The reference policy: its passes, and its memory."""
 
-    fsdp_config: ReferenceFSDPConfig = Field(default_factory=ReferenceFSDPConfig)
+    fsdp_config: ReferenceFSDPConfig = ReferenceFSDPConfig()
 
 
 class CriticModelConfig(Section):
@@ -423,9 +419,9 @@ class CriticModelConfig(Section):
 class CriticConfig(BatchingConfig):
     """The update of the value model, which exists if the advantage estimator uses values."""
 
-    model: CriticModelConfig = Field(default_factory=CriticModelConfig)
+    model: CriticModelConfig = CriticModelConfig()
     ppo_max_token_len_per_gpu: Count = 32768
     """Tokens packed into one micro-batch, where micro-batches are cut by tokens."""
     cliprange_value: PositiveFloat = 0.5
     """Clip range of a value around the value at the time of the rollout."""
-    optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig)
+    optim: CriticOptimConfig = CriticOptimConfig()

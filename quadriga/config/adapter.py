@@ -111,21 +111,26 @@ def read_adapter(folder: Path) -> AdapterShape:
         raise ConfigError(str(file), got=f"no JSON ({error})", expected="JSON", fix=fix) from error
 
     # List everything that is not plain LoRA, for a single error.
-    unsupported = []
-    for name, values in _PLAIN.items():
-        if facts.get(name, values[0]) not in values:
-            unsupported.append(f"{name}={facts[name]}")
-    for name in ("r", "lora_alpha", "target_modules"):
-        if not facts.get(name):
-            unsupported.append(f"no {name}")
+    unsupported = [
+        f"{name}={facts[name]}"
+        for name, values in _PLAIN.items()
+        if facts.get(name, values[0]) not in values
+    ]
+    unsupported += [
+        f"no {name}" for name in ("r", "lora_alpha", "target_modules") if not facts.get(name)
+    ]
     unsupported += [f"{name}={facts[name]}" for name in _NOT_PLAIN if facts.get(name)]
     if unsupported:
-        expected = "plain LoRA: one rank and scale for all of its modules, and nothing else"
         fix = (
             "Merge it into its base model with PEFT, "
             "and name the result in actor_rollout_ref.model.path."
         )
-        raise ConfigError(str(file), got=", ".join(unsupported), expected=expected, fix=fix)
+        raise ConfigError(
+            str(file),
+            got=", ".join(unsupported),
+            expected="plain LoRA: one rank and scale for all of its modules, and nothing else",
+            fix=fix,
+        )
     return AdapterShape(
         rank=facts["r"],
         alpha=facts["lora_alpha"],
@@ -168,8 +173,12 @@ def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> Ad
     got = f"{str(model.lora_merge).lower()}, with actor_rollout_ref.rollout.name={rollout.name}"
     engines = engines_with("max_adapter_rank")
     if model.lora_merge is not None and rollout.traits.ignores_lora_merge:
-        expected = f"null: {rollout.traits.ignores_lora_merge}"
-        raise ConfigError(key, got, expected, f"Leave the key out, or generate with {engines}.")
+        raise ConfigError(
+            key,
+            got,
+            f"null: {rollout.traits.ignores_lora_merge}",
+            f"Leave the key out, or generate with {engines}.",
+        )
     if model.lora_merge:
         return AdapterRoute(False, "lora_merge=true")
 
@@ -209,16 +218,22 @@ def check_adapter(config: Config) -> Findings:
     if not model.has_adapter:
         return
     if find_spec("peft") is None:
-        got = "an adapter, without the package peft"
         yield MachineError(
-            f"{_MODEL}.lora_rank", got, "peft 0.17 or newer", "pip install -e '.[peft]'"
+            f"{_MODEL}.lora_rank",
+            "an adapter, without the package peft",
+            "peft 0.17 or newer",
+            "pip install -e '.[peft]'",
         )
     if model.lora_adapter_path is not None:
         try:
             shape = read_adapter(Path(model.lora_adapter_path).expanduser())
         except ConfigError as error:
-            key = f"{_MODEL}.lora_adapter_path"
-            yield MachineError(key, f"{error.where}: {error.got}", error.expected, error.fix)
+            yield MachineError(
+                f"{_MODEL}.lora_adapter_path",
+                f"{error.where}: {error.got}",
+                error.expected,
+                error.fix,
+            )
             return
         yield from _check_details(model, shape)
     if config.task != "rl":
@@ -232,11 +247,19 @@ def check_adapter(config: Config) -> Findings:
 def _check_details(model: ModelConfig, shape: AdapterShape) -> Findings:
     """Yield keys that contradict the adapter to start from, which has its own rank and modules."""
     if model.lora_rank not in (0, shape.rank):
-        got = f"{model.lora_rank}, with an adapter of rank {shape.rank} in lora_adapter_path"
-        yield ConfigError(f"{_MODEL}.lora_rank", got, f"0 or {shape.rank}", "Leave lora_rank out.")
+        yield ConfigError(
+            f"{_MODEL}.lora_rank",
+            f"{model.lora_rank}, with an adapter of rank {shape.rank} in lora_adapter_path",
+            f"0 or {shape.rank}",
+            "Leave lora_rank out.",
+        )
     for name in ADAPTER_DETAILS:
         value = getattr(model, name)
         adapter_value = getattr(shape, name.removeprefix("lora_"))
         if name in model.model_fields_set and value != adapter_value:
-            got = f"{value}, with {adapter_value} in the adapter of lora_adapter_path"
-            yield ConfigError(f"{_MODEL}.{name}", got, "one of the two", f"Leave {name} out.")
+            yield ConfigError(
+                f"{_MODEL}.{name}",
+                f"{value}, with {adapter_value} in the adapter of lora_adapter_path",
+                "one of the two",
+                f"Leave {name} out.",
+            )

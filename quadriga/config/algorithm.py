@@ -4,7 +4,6 @@
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import (
-    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -12,7 +11,7 @@ from pydantic import (
     model_validator,
 )
 
-from quadriga.config.base import Section, fill_missing, refuse
+from quadriga.config.base import Section, fill_preset, refuse
 from quadriga.config.types import Count, KLKind, Name, Share
 
 _TWO_BOUNDS = "a number above 0, or two as LOWER_UPPER"
@@ -127,10 +126,7 @@ class RolloutCorrectionConfig(Section):
     @classmethod
     def _fill_in_preset(cls, values: Any) -> Any:
         """Set the keys of the preset that are not set themselves."""
-        preset = values.get("preset") if isinstance(values, dict) else None
-        if not isinstance(preset, str):
-            return values
-        return fill_missing(values, _PRESETS.get(preset, {}))
+        return fill_preset(values, _PRESETS)
 
     @field_validator("preset", mode="before")
     @classmethod
@@ -165,8 +161,10 @@ class RolloutCorrectionConfig(Section):
         """Refuse unknown rules of rejection."""
         names = _split_at_commas(value)
         if value is not None and (not names or set(names) - set(_RULES)):
-            expected = f"one or more of {', '.join(_RULES)}, with commas between"
-            raise refuse(expected, "Or null, to reject nothing.")
+            raise refuse(
+                f"one or more of {', '.join(_RULES)}, with commas between",
+                "Or null, to reject nothing.",
+            )
         return value
 
     @model_validator(mode="after")
@@ -191,15 +189,19 @@ class RolloutCorrectionConfig(Section):
             they bound the divergence, and the lower one is 0.
         """
         names = list(dict.fromkeys(_split_at_commas(self.rollout_rs)))
+        if not names:
+            return ()
         thresholds = _split_at_commas(self.rollout_rs_threshold)
         # One threshold is for all rules.
-        if names and len(thresholds) == 1:
+        if len(thresholds) == 1:
             thresholds *= len(names)
-        if names and len(thresholds) != len(names):
-            expected = f"one threshold, or {len(names)}: one for each of {', '.join(names)}"
-            raise refuse(expected, "Set algorithm.rollout_correction.rollout_rs_threshold.")
+        if len(thresholds) != len(names):
+            raise refuse(
+                f"one threshold, or {len(names)}: one for each of {', '.join(names)}",
+                "Set algorithm.rollout_correction.rollout_rs_threshold.",
+            )
         rules = []
-        for name, threshold in zip(names, thresholds, strict=False):
+        for name, threshold in zip(names, thresholds, strict=True):
             level, _, kind = name.rpartition("_")
             if kind == "k1":
                 ratios = f"two ratios above 0 as LOWER_UPPER for {name}, or"
@@ -264,7 +266,7 @@ class AlgorithmConfig(Section):
 
     adv_estimator: Name = "grpo"
     """Name of a registered advantage estimator, or `path/to/file.py:function`."""
-    adv_options: dict[str, Any] = Field(default_factory=dict)
+    adv_options: dict[str, Any] = {}
     """Open dictionary: options of that estimator, under its own names."""
     gamma: Share = 1.0
     """Discount of a later reward, per token, in [0, 1]."""
@@ -276,9 +278,9 @@ class AlgorithmConfig(Section):
     """Whether the KL divergence from the reference model is subtracted from the reward of each token."""
     kl_penalty: KLKind = "kl"
     """Estimator of that divergence."""
-    kl_ctrl: KLControlConfig = Field(default_factory=KLControlConfig)
-    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
+    kl_ctrl: KLControlConfig = KLControlConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     use_pf_ppo: bool = False
     """Whether the batch of an update is drawn from the responses with replacement, by their scores."""
-    pf_ppo: PFPPOConfig = Field(default_factory=PFPPOConfig)
-    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+    pf_ppo: PFPPOConfig = PFPPOConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

@@ -45,9 +45,12 @@ def _check_generating_ranks(config: Config) -> Findings:
     pools = role_pools(trainer, enabled_roles(config))
     is_on_ray = trainer.backend == "ray"
     if is_on_ray and "rollout" not in pools:
-        expected = "actor and rollout in pools of their own"
-        fix = "For example {actor: training, ref: training, rollout: generation}."
-        yield _async_error("trainer.placement", str(trainer.placement), expected, fix)
+        yield _async_error(
+            "trainer.placement",
+            str(trainer.placement),
+            "actor and rollout in pools of their own",
+            "For example {actor: training, ref: training, rollout: generation}.",
+        )
 
     # If a rollout process starts vLLM on several devices, no other role can use these devices.
     rollout_pool = pools.get("rollout")
@@ -55,29 +58,39 @@ def _check_generating_ranks(config: Config) -> Findings:
         role for role, pool in pools.items() if pool == rollout_pool and role != "rollout"
     ]
     if rollout_devices(config) > 1 and neighbours:
-        got = f"{' and '.join(neighbours)} in the rollout's pool"
-        expected = "a pool for the rollout alone: its processes use several devices each"
         yield _async_error(
-            "trainer.placement", got, expected, "Place the other roles in another pool."
+            "trainer.placement",
+            f"{' and '.join(neighbours)} in the rollout's pool",
+            "a pool for the rollout alone: its processes use several devices each",
+            "Place the other roles in another pool.",
         )
     if rollout_group_size(config) > 1 and config.actor_rollout_ref.model.has_adapter:
-        got = f"{rollout.tensor_model_parallel_size}, with an adapter"
-        fix = "Use one rank per engine, or vllm."
-        yield _async_error(f"{ROLLOUT}.tensor_model_parallel_size", got, "1", fix)
+        yield _async_error(
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"{rollout.tensor_model_parallel_size}, with an adapter",
+            "1",
+            "Use one rank per engine, or vllm.",
+        )
 
     # The rest is about engines in other processes that take new weights during generation: at which
     # token they do so depends on timing.
     if not is_on_ray or settings.in_flight != "continue":
         return
     if settings.replay:
-        got = f"{settings.replay}, with in_flight=continue"
-        fix = "The record does not say at which step an engine in another process takes weights."
-        yield _async_error(f"{_KEY}.replay", got, "null, with trainer.backend=ray", fix)
+        yield _async_error(
+            f"{_KEY}.replay",
+            f"{settings.replay}, with in_flight=continue",
+            "null, with trainer.backend=ray",
+            "The record does not say at which step an engine in another process takes weights.",
+        )
     num_engines = sum(rollout_ranks(config)) // engine_ranks(config)
     if settings.deterministic and num_engines > 1:
-        got = f"true, with in_flight=continue and {num_engines} engines that generate"
-        fix = "How far each engine is when the weights change depends on timing."
-        yield _async_error(f"{_KEY}.deterministic", got, "in_flight=finish, or one engine", fix)
+        yield _async_error(
+            f"{_KEY}.deterministic",
+            f"true, with in_flight=continue and {num_engines} engines that generate",
+            "in_flight=finish, or one engine",
+            "How far each engine is when the weights change depends on timing.",
+        )
 
 
 def _check_engine(config: Config) -> Findings:
@@ -90,15 +103,24 @@ def _check_engine(config: Config) -> Findings:
         yield _async_error(f"{ROLLOUT}.name", rollout.name, expected)
     elif not rollout.traits.is_deterministic and (settings.deterministic or settings.replay):
         expected = f"{engines_with('is_deterministic')}, with {_KEY}.deterministic or replay"
-        fix = f"{rollout.engine_title}'s numbers depend on which requests it computes together."
-        yield _async_error(f"{ROLLOUT}.name", rollout.name, expected, fix)
+        yield _async_error(
+            f"{ROLLOUT}.name",
+            rollout.name,
+            expected,
+            f"{rollout.engine_title}'s numbers depend on which requests it computes together.",
+        )
     num_replicas = rollout.data_parallel_size
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
-        fix = f"Use one rank per {rollout.engine_title} engine."
-        yield _async_error(f"{ROLLOUT}.data_parallel_size", str(num_replicas), "1", fix)
+        yield _async_error(
+            f"{ROLLOUT}.data_parallel_size",
+            str(num_replicas),
+            "1",
+            f"Use one rank per {rollout.engine_title} engine.",
+        )
     if rollout.skip.enable:
-        fix = "Cached responses have no weight versions."
-        yield _async_error(f"{ROLLOUT}.skip.enable", "true", "false", fix)
+        yield _async_error(
+            f"{ROLLOUT}.skip.enable", "true", "false", "Cached responses have no weight versions."
+        )
 
 
 def _check_schedule(config: Config) -> Findings:
@@ -110,26 +132,39 @@ def _check_schedule(config: Config) -> Findings:
     with_filter = "with algorithm.filter_groups.enable=True"
     drops = settings.on_stale == "drop"
     if settings.deterministic and has_conversations:
-        fix = "The configuration does not determine how long tools and users take."
-        yield _async_error(f"{ROLLOUT}.mode", f"async, with {_KEY}.deterministic=True", "sync", fix)
+        yield _async_error(
+            f"{ROLLOUT}.mode",
+            f"async, with {_KEY}.deterministic=True",
+            "sync",
+            "The configuration does not determine how long tools and users take.",
+        )
     if settings.replay and (has_conversations or drops or trainer.save_freq != -1):
-        expected = f"null with {ROLLOUT}.mode=async, on_stale=drop or trainer.save_freq"
-        fix = "A record only says when sequences start and weights change."
-        yield _async_error(f"{_KEY}.replay", str(settings.replay), expected, fix)
+        yield _async_error(
+            f"{_KEY}.replay",
+            str(settings.replay),
+            f"null with {ROLLOUT}.mode=async, on_stale=drop or trainer.save_freq",
+            "A record only says when sequences start and weights change.",
+        )
     if has_filter and drops:
         yield _async_error(f"{_KEY}.on_stale", f"drop, {with_filter}", "wait")
     if has_filter and settings.by_mini_batch:
-        fix = "A batch is filled in rounds."
-        yield _async_error(f"{_KEY}.by_mini_batch", f"true, {with_filter}", "false", fix)
-    if settings.by_mini_batch and config.actor_rollout_ref.actor.shuffle:
-        fix = "Mini-batches are trained on in the order in which they are completed."
         yield _async_error(
-            f"{ACTOR}.shuffle", f"true, with {_KEY}.by_mini_batch=True", "false", fix
+            f"{_KEY}.by_mini_batch", f"true, {with_filter}", "false", "A batch is filled in rounds."
+        )
+    if settings.by_mini_batch and config.actor_rollout_ref.actor.shuffle:
+        yield _async_error(
+            f"{ACTOR}.shuffle",
+            f"true, with {_KEY}.by_mini_batch=True",
+            "false",
+            "Mini-batches are trained on in the order in which they are completed.",
         )
     if has_filter and trainer.total_training_steps is None:
-        key = "trainer.total_training_steps"
-        fix = "Prompts are read ahead of the steps."
-        yield _async_error(key, f"null, {with_filter}", "a number of steps", fix)
+        yield _async_error(
+            "trainer.total_training_steps",
+            f"null, {with_filter}",
+            "a number of steps",
+            "Prompts are read ahead of the steps.",
+        )
 
 
 def _stale_notices(config: Config) -> Iterator[str]:
@@ -158,9 +193,10 @@ def _stale_notices(config: Config) -> Iterator[str]:
             "a run that loses its actor resumes from a checkpoint."
         )
     if not correction.needs_old_log_probs and not correction.bypass_mode:
-        key = "algorithm.rollout_correction"
-        versions = settings.max_staleness
-        yield f"{key}: nothing corrects for samples up to {versions} versions old: set {key}.preset."
+        yield (
+            "algorithm.rollout_correction: nothing corrects for samples up to "
+            f"{settings.max_staleness} versions old: set algorithm.rollout_correction.preset."
+        )
     if continues and config.algorithm.adv_estimator == "gae":
         yield (
             f"{_KEY}.in_flight: the critic at the beginning of a step computes the values "
@@ -185,14 +221,23 @@ def check_streaming(config: Config) -> Findings:
         yield _streaming_error(config, "data.datagen.path", path, "null", other_source)
     path = data.sampler.class_path
     if path:
-        fix = "Rows are read in the order of the files; data.shuffle shuffles each portion."
-        yield _streaming_error(config, "data.sampler.class_path", path, "null", fix)
+        yield _streaming_error(
+            config,
+            "data.sampler.class_path",
+            path,
+            "null",
+            "Rows are read in the order of the files; data.shuffle shuffles each portion.",
+        )
     if data.train_max_samples != -1:
         yield _streaming_error(config, "data.train_max_samples", data.train_max_samples, "-1")
     if data.dataloader_num_workers > 0:
-        key = "data.dataloader_num_workers"
-        fix = "A thread reads ahead."
-        yield _streaming_error(config, key, data.dataloader_num_workers, "0", fix)
+        yield _streaming_error(
+            config,
+            "data.dataloader_num_workers",
+            data.dataloader_num_workers,
+            "0",
+            "A thread reads ahead.",
+        )
 
 
 def _check_unknown_length(config: Config) -> Findings:

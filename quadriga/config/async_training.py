@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, model_validator
 
-from quadriga.config.base import Findings, Section, fill_missing, notice_unused, refuse
+from quadriga.config.base import Findings, Section, fill_preset, notice_unused, refuse
 from quadriga.config.types import Count, PathText
 from quadriga.errors import ConfigError
 
@@ -47,10 +47,7 @@ class AsyncTrainingConfig(Section):
     @classmethod
     def _fill_in_preset(cls, values: Any) -> Any:
         """Set the keys of the preset that are not set themselves."""
-        preset = values.get("preset") if isinstance(values, dict) else None
-        if not isinstance(preset, str):
-            return values
-        return fill_missing(values, PRESETS.get(preset, {}))
+        return fill_preset(values, PRESETS)
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> "AsyncTrainingConfig":
@@ -73,5 +70,9 @@ class AsyncTrainingConfig(Section):
         if not self.enable:
             yield from notice_unused(self.changed_keys(at), f"{at}.enable is false")
         elif self.max_staleness == 0 and self.on_stale == "drop":
-            fix = "Leave it out: with max_staleness=0 no sample becomes stale."
-            yield ConfigError(f"{at}.on_stale", "drop, with max_staleness=0", "wait", fix)
+            yield ConfigError(
+                f"{at}.on_stale",
+                "drop, with max_staleness=0",
+                "wait",
+                "Leave it out: with max_staleness=0 no sample becomes stale.",
+            )

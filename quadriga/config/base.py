@@ -115,6 +115,12 @@ def notice_unused(names: list[str], because: str) -> Iterator[str]:
         yield f"{', '.join(names)}: not used because {because}."
 
 
+def fill_preset(values: Any, presets: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Set the keys of the preset that `values` names as `preset`, unless they are set themselves."""
+    preset = values.get("preset") if isinstance(values, dict) else None
+    return fill_missing(values, presets.get(preset, {})) if isinstance(preset, str) else values
+
+
 def fill_missing(tree: Any, defaults: Mapping[str, Any]) -> Any:
     """Add missing keys to a tree of values, section by section.
 

@@ -48,8 +48,8 @@ def training_findings(
     Returns:
         The problems, and the notices for the user.
     """
-    problems: list[ConfigError] = []
-    notices: list[str] = []
+    problems = []
+    notices = []
     for check in _CHECKS if config.task == "rl" else _SUPERVISED_CHECKS:
         if is_verls and check is check_groups:
             continue
@@ -81,15 +81,19 @@ def check_distillation(config: Config) -> Findings:
     temperature = config.actor_rollout_ref.rollout.temperature
     # Probabilities of student and teacher are compared at one temperature.
     if any(map(is_served, section.all_teachers)) and temperature != 1.0:
-        got = f"{temperature:g}, with a teacher that is a server"
-        expected = "1: the server returns probabilities at temperature 1"
-        fix = "Set it to 1, or let the run load the teacher."
-        yield ConfigError(f"{ROLLOUT}.temperature", got, expected, fix)
+        yield ConfigError(
+            f"{ROLLOUT}.temperature",
+            f"{temperature:g}, with a teacher that is a server",
+            "1: the server returns probabilities at temperature 1",
+            "Set it to 1, or let the run load the teacher.",
+        )
     if not section.use_task_rewards and config.algorithm.use_kl_in_reward:
-        got = f"true, with {DISTILLATION}.use_task_rewards=False"
-        expected = "false: the policy does not learn from rewards"
-        fix = f"Set {ACTOR}.use_kl_loss=True instead."
-        yield ConfigError("algorithm.use_kl_in_reward", got, expected, fix)
+        yield ConfigError(
+            "algorithm.use_kl_in_reward",
+            f"true, with {DISTILLATION}.use_task_rewards=False",
+            "false: the policy does not learn from rewards",
+            f"Set {ACTOR}.use_kl_loss=True instead.",
+        )
 
 
 def check_batches(config: Config) -> Findings:
@@ -99,17 +103,24 @@ def check_batches(config: Config) -> Findings:
     key = f"{ACTOR}.ppo_mini_batch_size"
     num_last_prompts = num_prompts % mini_batch_size
     if mini_batch_size > num_prompts:
-        sizes = f"mini-batches of {mini_batch_size} of {num_prompts} prompts"
-        yield f"{key}: {sizes}: the whole batch is one mini-batch."
+        yield (
+            f"{key}: mini-batches of {mini_batch_size} of {num_prompts} prompts: "
+            "the whole batch is one mini-batch."
+        )
     elif num_last_prompts:
-        sizes = f"{num_prompts} prompts in mini-batches of {mini_batch_size}"
-        yield f"{key}: {sizes}: the last one has {num_last_prompts}."
+        yield (
+            f"{key}: {num_prompts} prompts in mini-batches of {mini_batch_size}: "
+            f"the last one has {num_last_prompts}."
+        )
     # Only full batches are trained on.
     limit = config.data.train_max_samples
     if 0 < limit < num_prompts:
-        got = f"{num_prompts}, with data.train_max_samples={limit}"
-        fix = "No batch would be full: use more samples, or a smaller batch."
-        yield ConfigError("data.train_batch_size", got, f"at most {limit}", fix)
+        yield ConfigError(
+            "data.train_batch_size",
+            f"{num_prompts}, with data.train_max_samples={limit}",
+            f"at most {limit}",
+            "No batch would be full: use more samples, or a smaller batch.",
+        )
     if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:
         yield from notice_unused(["data.gen_batch_size"], "algorithm.filter_groups.enable is false")
 
@@ -153,8 +164,10 @@ def check_update(config: Config) -> Findings:
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield f"{ACTOR}.kl_loss_coef: {only_reported}"
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
-        keys = f"{ACTOR}.use_kl_loss, algorithm.use_kl_in_reward"
-        yield f"{keys}: the KL divergence counts twice, in the loss and in the reward."
+        yield (
+            f"{ACTOR}.use_kl_loss, algorithm.use_kl_in_reward: "
+            "the KL divergence counts twice, in the loss and in the reward."
+        )
     yield from _check_trained(config, ACTOR, actor)
     yield from _check_trained(config, "critic", config.critic)
 
@@ -172,26 +185,34 @@ def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig)
     if optim.lr == 0:
         yield f"{at}.optim.lr: at 0 nothing is learned."
     if section.loss_agg_mode == "seq-mean-token-sum-norm" and section.loss_scale_factor is None:
-        length = config.data.max_response_length
-        divisor = f"data.max_response_length, {length}"
-        yield f"{at}.loss_scale_factor: token sums are divided by {divisor}."
+        yield (
+            f"{at}.loss_scale_factor: token sums are divided by data.max_response_length, "
+            f"{config.data.max_response_length}."
+        )
     if num_steps is not None and optim.lr_warmup_steps >= num_steps:
-        end = f"the run ends during warm-up; the rate never reaches {optim.lr:g}"
-        yield f"{at}.optim.lr_warmup_steps: {end}."
+        yield (
+            f"{at}.optim.lr_warmup_steps: the run ends during warm-up; "
+            f"the rate never reaches {optim.lr:g}."
+        )
 
     # A checkpoint must have at least the parts that a resumed run reads.
     checkpoint = section.checkpoint
     loaded = checkpoint.load_contents
     unsaved_parts = [part for part in loaded if part not in checkpoint.save_contents]
     if unsaved_parts:
-        expected = f"parts of {at}.checkpoint.save_contents"
-        fix = "What is not written cannot be read."
-        yield ConfigError(f"{at}.checkpoint.load_contents", ", ".join(unsaved_parts), expected, fix)
+        yield ConfigError(
+            f"{at}.checkpoint.load_contents",
+            ", ".join(unsaved_parts),
+            f"parts of {at}.checkpoint.save_contents",
+            "What is not written cannot be read.",
+        )
         return
     skipped_parts = [part for part in ("model", "optimizer", "extra") if part not in loaded]
     if skipped_parts and writes_checkpoints(config):
-        difference = "a resumed run differs from a run that was not interrupted"
-        yield f"{at}.checkpoint: without {', '.join(skipped_parts)} {difference}."
+        yield (
+            f"{at}.checkpoint: without {', '.join(skipped_parts)} a resumed run differs from a "
+            "run that was not interrupted."
+        )
 
 
 def check_supervised(config: Config) -> Findings:
@@ -204,15 +225,19 @@ def check_supervised(config: Config) -> Findings:
         )
     loss_agg_mode = config.actor_rollout_ref.actor.loss_agg_mode
     if loss_agg_mode == "rollout-mean-token-mean":
-        key = "actor_rollout_ref.actor.loss_agg_mode"
-        fix = "Set it to seq-mean-token-mean."
         yield ConfigError(
-            key, repr(loss_agg_mode), f"another one: task={config.task} has no rollouts", fix
+            "actor_rollout_ref.actor.loss_agg_mode",
+            repr(loss_agg_mode),
+            f"another one: task={config.task} has no rollouts",
+            "Set it to seq-mean-token-mean.",
         )
     if model.has_adapter and model.lora_merge is not None:
-        key = "actor_rollout_ref.model.lora_merge"
-        fix = "Leave the key out; `quadriga export` merges an adapter."
-        yield ConfigError(key, str(model.lora_merge), "null: nothing generates", fix)
+        yield ConfigError(
+            "actor_rollout_ref.model.lora_merge",
+            str(model.lora_merge),
+            "null: nothing generates",
+            "Leave the key out; `quadriga export` merges an adapter.",
+        )
     if config.task == "reward_model":
         yield from _check_pairs(config)
 
@@ -221,22 +246,31 @@ def _check_pairs(config: Config) -> Findings:
     """Yield settings that the training of a reward model on pairs does not support."""
     actor = config.actor_rollout_ref.actor
     if config.data.truncation == "right":
-        fix = (
-            "Set data.truncation=left, which cuts the prompt, "
-            "or data.filter_overlong, which leaves the pair out."
+        yield ConfigError(
+            "data.truncation",
+            "'right', for pairs",
+            "error or left",
+            (
+                "Set data.truncation=left, which cuts the prompt, "
+                "or data.filter_overlong, which leaves the pair out."
+            ),
         )
-        yield ConfigError("data.truncation", "'right', for pairs", "error or left", fix)
     if config.actor_rollout_ref.model.has_adapter:
-        key = "actor_rollout_ref.model.lora_rank"
-        fix = (
-            "Leave lora_rank and lora_adapter_path out: all weights of a reward model are trained."
+        yield ConfigError(
+            "actor_rollout_ref.model.lora_rank",
+            "an adapter",
+            "none, for objective=reward_model",
+            "Leave lora_rank and lora_adapter_path out: all weights of a reward model are trained.",
         )
-        yield ConfigError(key, "an adapter", "none, for objective=reward_model", fix)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         size = getattr(actor, name)
         if size > 1:
-            fix = f"Shard weights with {ACTOR}.fsdp_config.fsdp_size."
-            yield ConfigError(f"{ACTOR}.{name}", f"{size}, for objective=reward_model", "1", fix)
+            yield ConfigError(
+                f"{ACTOR}.{name}",
+                f"{size}, for objective=reward_model",
+                "1",
+                f"Shard weights with {ACTOR}.fsdp_config.fsdp_size.",
+            )
 
 
 # Missing files come first: they are the most frequent mistake.

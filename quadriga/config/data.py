@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, model_validator
 
 from quadriga.config.base import Section, refuse
 from quadriga.config.types import Count, MinusOneOrCount, Name, PathText, PathTexts
@@ -18,8 +18,9 @@ class FromFile(Section):
         names = [name for name, _ in self if name != "options"]
         missing_names = [name for name in names if getattr(self, name) is None]
         if len(missing_names) == 1:
-            fix = "Name the file and the class in it."
-            raise refuse(f"both {' and '.join(names)}, or neither", fix)
+            raise refuse(
+                f"both {' and '.join(names)}, or neither", "Name the file and the class in it."
+            )
         return self
 
 
@@ -30,7 +31,7 @@ class CustomDatasetConfig(FromFile):
     """Python file that holds the class. null: `RLHFDataset`."""
     name: str | None = None
     """Name of the class in that file."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = {}
     """Open dictionary: keys of that class, which it reads as `config.NAME`, `config["NAME"]` or `config.get("NAME")`.
     On a command line `+data.NAME=VALUE` is one of them."""
 
@@ -38,8 +39,10 @@ class CustomDatasetConfig(FromFile):
     def _refuse_unread_options(self) -> Self:
         """Refuse `options` without a class that reads them."""
         if self.options and self.path is None:
-            expected = "no keys of your own without data.custom_cls.path"
-            raise refuse(expected, "Name the class that reads them.")
+            raise refuse(
+                "no keys of your own without data.custom_cls.path",
+                "Name the class that reads them.",
+            )
         return self
 
 
@@ -50,7 +53,7 @@ class DataGenConfig(FromFile):
     """Python file that holds the class, a subclass of `quadriga.data.AbstractDataGenerator`. null: none."""
     name: str | None = None
     """Name of the class in that file."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = {}
     """Open dictionary: `config.options` of that class."""
 
 
@@ -87,8 +90,9 @@ class ImageSizeConfig(Section):
             minimum = getattr(self, f"min_{unit}")
             maximum = getattr(self, f"max_{unit}")
             if minimum is not None and maximum is not None and minimum > maximum:
-                fix = "Exchange them, or leave one out."
-                raise refuse(f"min_{unit} of at most max_{unit}", fix)
+                raise refuse(
+                    f"min_{unit} of at most max_{unit}", "Exchange them, or leave one out."
+                )
         return self
 
 
@@ -99,7 +103,7 @@ class DataConfig(Section):
     """Training data: a path, a glob, a URL that fsspec opens, or a list of these (parquet, json, jsonl)."""
     val_files: PathTexts = ""
     """Validation data, in the forms of `data.train_files`. Empty: none."""
-    mixture: list[PositiveFloat] = Field(default_factory=list)
+    mixture: list[PositiveFloat] = []
     """Shares of the entries of `data.train_files` among the rows that are drawn, one for each: `[0.7, 0.3]`. Empty:
     each row of all files is drawn once an epoch."""
     mixture_until: Literal["first", "all"] = "first"
@@ -124,7 +128,7 @@ class DataConfig(Section):
     video_key: Name | None = "videos"
     """Column that holds the videos of a prompt, for each `<video>` in it one: paths, {"bytes": ...}, lists of frames,
     or {"frames": ..., "fps": ...}. null: none, and `<video>` is text."""
-    mm_processor_kwargs: ImageSizeConfig = Field(default_factory=ImageSizeConfig)
+    mm_processor_kwargs: ImageSizeConfig = ImageSizeConfig()
     reward_fn_key: Name = "data_source"
     """Column that names the data source of a row; it chooses the built-in grader."""
     max_prompt_length: Count = 512
@@ -150,7 +154,7 @@ class DataConfig(Section):
     """Whether rows contain the chat messages as `raw_prompt`."""
     return_full_prompt: bool = False
     """Whether rows contain the rendered text of the prompt as `full_prompts`."""
-    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, Any] = {}
     """Open dictionary: arguments for the tokenizer's chat template, such as `enable_thinking: false`."""
     filter_overlong_prompts: bool = False
     """Whether prompts over `data.max_prompt_length` (supervised: `data.max_length`) are left out, and counted."""
@@ -178,9 +182,9 @@ class DataConfig(Section):
     """Processes that prepare rows. 0: the trainer's own."""
     cache_dir: PathText = "~/.cache/quadriga"
     """Directory for copies of remote files and for the results of the over-long filter."""
-    custom_cls: CustomDatasetConfig = Field(default_factory=CustomDatasetConfig)
-    datagen: DataGenConfig = Field(default_factory=DataGenConfig)
-    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+    custom_cls: CustomDatasetConfig = CustomDatasetConfig()
+    datagen: DataGenConfig = DataGenConfig()
+    sampler: SamplerConfig = SamplerConfig()
 
     @property
     def chat_columns(self) -> tuple[str, ...]:
@@ -197,8 +201,10 @@ class DataConfig(Section):
     def _refuse_two_data_sets(self) -> Self:
         """Refuse two classes that would both make the training rows."""
         if self.custom_cls.path is not None and self.datagen.path is not None:
-            fix = "A dataset class of your own may have on_batch_end(batch)."
-            raise refuse("data.custom_cls or data.datagen", fix)
+            raise refuse(
+                "data.custom_cls or data.datagen",
+                "A dataset class of your own may have on_batch_end(batch).",
+            )
         return self
 
     @model_validator(mode="after")
@@ -206,8 +212,10 @@ class DataConfig(Section):
         """Require a share of the mixture for each entry of `train_files`."""
         files = [self.train_files] if isinstance(self.train_files, str) else self.train_files
         if self.mixture and len(self.mixture) != len(files):
-            expected = f"data.mixture with a share for each entry of data.train_files, {len(files)}"
-            raise refuse(expected, "Name files with a common share by one glob.")
+            raise refuse(
+                f"data.mixture with a share for each entry of data.train_files, {len(files)}",
+                "Name files with a common share by one glob.",
+            )
         return self
 
     if not TYPE_CHECKING:

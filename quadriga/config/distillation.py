@@ -3,7 +3,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NegativeFloat, PositiveFloat, model_validator
+from pydantic import NegativeFloat, PositiveFloat, model_validator
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
 from quadriga.config.base import Findings, ReadIf, fill_missing, notice_unused
@@ -20,7 +20,7 @@ class DistillationConfig(ParallelConfig):
     """Whether the student learns from a teacher's probabilities of the tokens of each response."""
     path: PathText | None = None
     """The teacher: a folder, a hub name, or addresses of servers with vLLM's API (`http://host:8000`), with commas."""
-    teachers: dict[str, PathText] = Field(default_factory=dict)
+    teachers: dict[str, PathText] = {}
     """Open dictionary: data source -> its teacher, where it is not `path`."""
     loss_mode: KLKind | Literal["forward_kl_topk"] = "k1"
     """Reverse KL by one of these estimators of the drawn token; or forward KL on the teacher's `topk` tokens."""
@@ -39,10 +39,10 @@ class DistillationConfig(ParallelConfig):
     """Lower bound to which log-probabilities of student and teacher are clamped, in nats. null: none."""
     log_prob_max_token_len_per_gpu: Count = 16384
     """Tokens in one pass of a teacher."""
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    engine_kwargs: dict[str, Any] = {}
     """Open dictionary: of teachers that are servers, `model` (the name they serve), `headers`, `timeout_s`, `num_tries`
     and `max_num_seqs` (requests in flight)."""
-    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = FSDPConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -67,9 +67,9 @@ class DistillationConfig(ParallelConfig):
         if not self.enable:
             return {}
         teachers = {} if self.path is None else {"distillation.path": self.path}
-        for source, path in self.teachers.items():
-            teachers[f"distillation.teachers.{source}"] = path
-        return teachers
+        return teachers | {
+            f"distillation.teachers.{source}": path for source, path in self.teachers.items()
+        }
 
     @property
     def loaded_teachers(self) -> dict[str, str]:
@@ -86,18 +86,27 @@ class DistillationConfig(ParallelConfig):
             yield from notice_unused(self.changed_keys(at), f"{at}.enable is false")
             return
         if not self.all_teachers:
-            fix = "Set it to a folder or a hub name, or set teachers for several data sources."
-            yield ConfigError(f"{at}.path", f"null, with {at}.enable=True", "a teacher", fix)
-        if self.loss_mode == _TOP_K and self.use_policy_gradient:
-            fix = "Set it to false: a policy gradient only changes sampled tokens."
             yield ConfigError(
-                f"{at}.use_policy_gradient", f"true, with loss_mode={_TOP_K}", "false", fix
+                f"{at}.path",
+                f"null, with {at}.enable=True",
+                "a teacher",
+                "Set it to a folder or a hub name, or set teachers for several data sources.",
+            )
+        if self.loss_mode == _TOP_K and self.use_policy_gradient:
+            yield ConfigError(
+                f"{at}.use_policy_gradient",
+                f"true, with loss_mode={_TOP_K}",
+                "false",
+                "Set it to false: a policy gradient only changes sampled tokens.",
             )
         # As a loss, the difference of log-probs has the gradient of the student alone.
         if self.loss_mode in ("kl", "k1") and not self.use_policy_gradient:
-            got = f"{self.loss_mode}, with use_policy_gradient=False"
-            fix = "The gradient of k1 does not depend on the teacher."
-            yield ConfigError(f"{at}.loss_mode", got, f"k2, k3, one with a +, or {_TOP_K}", fix)
+            yield ConfigError(
+                f"{at}.loss_mode",
+                f"{self.loss_mode}, with use_policy_gradient=False",
+                f"k2, k3, one with a +, or {_TOP_K}",
+                "The gradient of k1 does not depend on the teacher.",
+            )
         if self.engine_kwargs and not any(map(is_served, self.all_teachers)):
             yield from notice_unused([f"{at}.engine_kwargs"], "no teacher is a server")
 

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from quadriga.config.base import Findings, Section
 from quadriga.config.types import Count, Name
@@ -18,7 +18,7 @@ class EnvironmentConfig(Section):
     name: Name | None = None
     """Environment: `textarena:ID`, `gem:ID`, `gymnasium:ID`, `skyrl_gym:ID`, `openenv:ws://HOST:PORT`, or a class of
     your own, `path/to/file.py:Class`. null: none."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = {}
     """Open dictionary: arguments of the environment's constructor; for `openenv` of every reset."""
     num_episodes: Count = 1024
     """Training rows where `data.train_files` is empty: each is a seed of `reset`."""
@@ -40,15 +40,15 @@ class EnvironmentConfig(Section):
     score function grades has no penalty: the function reads `num_invalid` in `extra_info`."""
     max_observation_length: Count = 8192
     """Longest observation, in characters; the middle of a longer one is cut out."""
-    agents: list[Name] = Field(default_factory=list)
+    agents: list[Name] = []
     """Players of several agents, in the environment's order: `policy`, `random`, `path/to/file.py:function`, or the URL
     of a server with a fixed model. Empty: one agent, the policy."""
-    trained_agents: list[NonNegativeInt] = Field(default_factory=list)
+    trained_agents: list[NonNegativeInt] = []
     """Numbers of the agents that are trained, of those that the policy plays. Empty: all of these."""
     train_together: bool = False
     """Whether an episode trains all trained agents, each in a row of its own, for estimators that know agents (`rae`,
     `hierarchical_grpo`). Otherwise an episode trains one of them; rows take turns."""
-    roles: list[Name] = Field(default_factory=list)
+    roles: list[Name] = []
     """Role of each agent, by which `rae` and `hierarchical_grpo` compare. Empty: the agent's number."""
 
     @property
@@ -78,21 +78,28 @@ class EnvironmentConfig(Section):
         if self.name is None:
             changed_keys = self.changed_keys(at)
             if changed_keys:
-                fix = f"Set env=NAME: {_FORMS}."
                 yield ConfigError(
-                    f"{at}.name", f"null, with {', '.join(changed_keys)}", "a name", fix
+                    f"{at}.name",
+                    f"null, with {', '.join(changed_keys)}",
+                    "a name",
+                    f"Set env=NAME: {_FORMS}.",
                 )
             return
         # Each trained agent must exist and be played by the policy.
         num_trained = len(set(self.trained_agents))
         if not self.seats or (num_trained and num_trained != len(self.seats)):
-            got = f"{self.trained_agents}, with {at}.agents={self.agents}"
             yield ConfigError(
-                f"{at}.trained_agents", got, "numbers of agents that the policy plays"
+                f"{at}.trained_agents",
+                f"{self.trained_agents}, with {at}.agents={self.agents}",
+                "numbers of agents that the policy plays",
             )
         if self.train_together and len(self.seats) < 2:
-            got = f"True, with {at}.agents={self.agents}"
-            yield ConfigError(f"{at}.train_together", got, "several agents that are trained")
+            yield ConfigError(
+                f"{at}.train_together",
+                f"True, with {at}.agents={self.agents}",
+                "several agents that are trained",
+            )
         if self.roles and len(self.roles) != self.num_agents:
-            expected = f"a role for each of {self.num_agents} agents"
-            yield ConfigError(f"{at}.roles", str(self.roles), expected)
+            yield ConfigError(
+                f"{at}.roles", str(self.roles), f"a role for each of {self.num_agents} agents"
+            )

@@ -85,29 +85,36 @@ class Layout:
         ranks_per_row = sp * tp * pp
         sizes = f"tp={tp} sp={sp} pp={pp}"
         if world_size % ranks_per_row:
-            got = f"{world_size} processes for {sizes}"
-            expected = f"a multiple of {ranks_per_row} processes"
-            fix = "Change them, or trainer.nnodes and n_gpus_per_node."
-            raise ConfigError(where, got=got, expected=expected, fix=fix)
+            raise ConfigError(
+                where,
+                got=f"{world_size} processes for {sizes}",
+                expected=f"a multiple of {ranks_per_row} processes",
+                fix="Change them, or trainer.nnodes and n_gpus_per_node.",
+            )
 
         num_data = world_size // ranks_per_row
         # Ranks of sequence parallelism shard the weights too.
         num_sharding = num_data * sp if fsdp == -1 else fsdp
         dp_shard = num_sharding // sp
         if num_sharding < sp or num_sharding % sp or num_data % dp_shard:
-            key = f"{where}.fsdp_config.fsdp_size"
-            expected = f"-1, or a multiple of {sp} that divides {num_data * sp}"
-            fix = f"{world_size} processes with {sizes} are {num_data} data-parallel ranks."
-            raise ConfigError(key, got=str(fsdp), expected=expected, fix=fix)
+            raise ConfigError(
+                f"{where}.fsdp_config.fsdp_size",
+                got=str(fsdp),
+                expected=f"-1, or a multiple of {sp} that divides {num_data * sp}",
+                fix=f"{world_size} processes with {sizes} are {num_data} data-parallel ranks.",
+            )
 
         # Experts are divided among the ranks that shard one copy.
         if num_sharding % ep or (tp > 1 and ep > 1):
             got = f"{ep}, with {num_sharding} ranks that shard one copy of the weights"
             if tp > 1:
                 got += f" and tp={tp}"
-            key = f"{where}.expert_parallel_size"
-            expected = "a number that divides them, or 1 with tensor parallelism"
-            raise ConfigError(key, got=got, expected=expected, fix="Choose another one.")
+            raise ConfigError(
+                f"{where}.expert_parallel_size",
+                got=got,
+                expected="a number that divides them, or 1 with tensor parallelism",
+                fix="Choose another one.",
+            )
         return cls(pp, num_data // dp_shard, dp_shard, sp, tp, ep)
 
     @property
@@ -252,10 +259,12 @@ def check_model(layout: Layout, model: ModelShape, where: str) -> None:
     if num_heads % layout.sp:
         problems.append(f"{num_heads} heads for sequence parallelism over {layout.sp}")
     if problems:
-        expected = f"a model that {layout.describe()} can divide"
-        fix = "Choose sizes that divide these numbers; fsdp_size has no such limits."
-        got = "; ".join(problems)
-        raise ConfigError(f"{where}: {model.name}", got=got, expected=expected, fix=fix)
+        raise ConfigError(
+            f"{where}: {model.name}",
+            got="; ".join(problems),
+            expected=f"a model that {layout.describe()} can divide",
+            fix="Choose sizes that divide these numbers; fsdp_size has no such limits.",
+        )
 
 
 def _tensor_parallel_problems(tp: int, model: ModelShape) -> list[str]:

@@ -87,7 +87,7 @@ def load_config(
     Raises:
         ConfigError: all problems, in one error.
     """
-    problems: list[ConfigError] = []
+    problems = []
     trees = [read_yaml(Path(file), problems) for file in files]
     chosen_task = _choose_task(task, [tree for tree, _ in trees], overrides)
     # The task has to be known first, because it determines which keys exist and their spelling.
@@ -122,9 +122,9 @@ def _choose_task(default: str, trees: Sequence[Mapping[str, Any]], overrides: Se
 def read_settings(
     values: Mapping[str, Any],
     places: Mapping[str, str],
-    task: str = "rl",
+    task: str,
     *,
-    for_training: bool = True,
+    for_training: bool,
 ) -> tuple[Config | None, list[ConfigError], list[str]]:
     """Read the configuration that a command line of verl was translated to.
 
@@ -138,7 +138,7 @@ def read_settings(
         The configuration (None if it cannot be read), all problems, and all notices.
     """
     builder = _ConfigBuilder(task, problems=[])
-    notices: list[str] = []
+    notices = []
     for key, value in {"task": task, **values}.items():
         builder.assign(key, value, places)
     config = builder.finish(notices, for_training=for_training, is_verls=True)
@@ -164,8 +164,9 @@ def parse_override(
     """
     match = _OVERRIDE.fullmatch(argument)
     if match is None:
-        fix = _fix_of_word(argument)
-        raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
+        raise ConfigError(
+            "command line", got=f"'{argument}'", expected="key=value", fix=_fix_of_word(argument)
+        )
     key = spell_key(match["key"], task)
     if key == _ENVIRONMENT:
         key = f"{_ENVIRONMENT}.name"
@@ -189,15 +190,22 @@ def parse_override(
         # The key does not exist, which is reported in place of its value.
         if leaf is None:
             return key, text
-        got = f"{as_text(text, key)} ({getattr(error, 'problem', None) or error})"
-        fix = "Put text with special characters in quotes."
-        raise ConfigError(key, got=got, expected="a value in YAML", fix=fix) from error
+        raise ConfigError(
+            key,
+            got=f"{as_text(text, key)} ({getattr(error, 'problem', None) or error})",
+            expected="a value in YAML",
+            fix="Put text with special characters in quotes.",
+        ) from error
     if isinstance(value, dict):
         # YAML reads {name:value} as a key "name:value" without a value.
         for entry, entry_value in value.items():
             if ":" in str(entry) and entry_value is None:
-                fix = "Write a space after the colon: {name: value}."
-                raise ConfigError(key, got=as_text(value, key), expected="a dictionary", fix=fix)
+                raise ConfigError(
+                    key,
+                    got=as_text(value, key),
+                    expected="a dictionary",
+                    fix="Write a space after the colon: {name: value}.",
+                )
     return key, value
 
 
@@ -262,7 +270,7 @@ class _ConfigBuilder:
         Yields:
             Notices about keys that are set twice, and about new keys that resemble known ones.
         """
-        assigned_keys: set[str] = set()
+        assigned_keys = set()
         open_sections = self._open_sections(overrides)
         for argument in overrides:
             try:
@@ -295,10 +303,8 @@ class _ConfigBuilder:
         """
         # The values of these keys, by which a user's code takes part. Those of the command line are
         # not assigned yet, so they are read from it here.
-        values = {}
-        for key in (CUSTOM_CLASS, "algorithm.adv_estimator", EXTERNAL_LIB):
-            if leaf_of(key, self.task):
-                values[key] = self.value(key)
+        keys = (CUSTOM_CLASS, "algorithm.adv_estimator", EXTERNAL_LIB)
+        values = {key: self.value(key) for key in keys if leaf_of(key, self.task)}
         for argument in overrides:
             key, _, value = argument.lstrip("+").partition("=")
             if key in values:
@@ -336,18 +342,29 @@ class _ConfigBuilder:
             self._report_unknown_key(key, value, place)
         elif value is not None:
             prefix = f"{key}."
-            names = []
-            for leaf_key in leaf_keys(self.task):
-                if leaf_key.startswith(prefix):
-                    names.append(leaf_key.removeprefix(prefix).partition(".")[0])
-            fix = f"Its keys are {', '.join(dict.fromkeys(names))}."
-            self.add_problem(key, place, got=as_text(value, key), expected="a section", fix=fix)
+            names = [
+                leaf_key.removeprefix(prefix).partition(".")[0]
+                for leaf_key in leaf_keys(self.task)
+                if leaf_key.startswith(prefix)
+            ]
+            self.add_problem(
+                key,
+                place,
+                got=as_text(value, key),
+                expected="a section",
+                fix=f"Its keys are {', '.join(dict.fromkeys(names))}.",
+            )
 
     def _store(self, key: str, value: Any, place: str | None) -> None:
         """Store the value of a key in the tree."""
         if "${" in str(value):
-            fix = "References are not resolved: write the value."
-            self.add_problem(key, place, got=as_text(value, key), expected="a value", fix=fix)
+            self.add_problem(
+                key,
+                place,
+                got=as_text(value, key),
+                expected="a value",
+                fix="References are not resolved: write the value.",
+            )
             return
         *path, last = spell_key(key, self.task, in_full=True).split(".")
         node = self.values
@@ -356,8 +373,12 @@ class _ConfigBuilder:
             # A section above the key may have been set to a plain value.
             if not isinstance(node, dict):
                 above = spell_key(".".join(path[:depth]), self.task)
-                expected = f"none, because {above} is {as_text(node, above)}"
-                self.add_problem(key, place, got=f"a key under {above}", expected=expected)
+                self.add_problem(
+                    key,
+                    place,
+                    got=f"a key under {above}",
+                    expected=f"none, because {above} is {as_text(node, above)}",
+                )
                 return
         # A later dictionary replaces single entries of an earlier one.
         if isinstance(value, dict) and isinstance(node.get(last), dict):
@@ -443,7 +464,7 @@ class _ConfigBuilder:
                 return Config.model_validate(self.values)
             except ValidationError as error:
                 errors = error.errors(include_url=False)
-            refused_keys: set[str] = set()
+            refused_keys = set()
             for error in errors:
                 key = self._key_of(error["loc"])
                 # A key that gets its value from another one (such as from clip_ratio) fails with it.
@@ -494,8 +515,9 @@ class _ConfigBuilder:
             fix = f"Set {key}={leaf.default or 'null'}, the default."
             if close_choices:
                 fix = f"Did you mean {close_choices[0]}?"
-        got = as_text(value, key)
-        self.add_problem(key, self.places.get(key), got=got, expected=expected, fix=fix)
+        self.add_problem(
+            key, self.places.get(key), got=as_text(value, key), expected=expected, fix=fix
+        )
 
     def value(self, key: str, *, remove: bool = False) -> Any:
         """Value of a key; `_MISSING` if it has none.

@@ -27,7 +27,7 @@ class ToolEntry(Section):
     """A class of tools, the arguments of its `__init__`, and a schema to replace the one of `execute`."""
 
     class_name: Name
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: dict[str, Any] = {}
     tool_schema: dict[str, Any] | None = None
 
 
@@ -39,8 +39,8 @@ class ServerEntry(Section):
     """
 
     command: Name | None = None
-    args: list[str] = Field(default_factory=list)
-    env: dict[str, str] = Field(default_factory=dict)
+    args: list[str] = []
+    env: dict[str, str] = {}
     cwd: str | None = None
     url: Name | None = None
     tools: list[str] | None = None
@@ -56,8 +56,8 @@ class ServerEntry(Section):
 class ToolFile(Section):
     """`multi_turn.tool_config_path`."""
 
-    tools: list[ToolEntry] = Field(default_factory=list)
-    mcp_servers: dict[str, ServerEntry] = Field(default_factory=dict)
+    tools: list[ToolEntry] = []
+    mcp_servers: dict[str, ServerEntry] = {}
 
 
 class InteractionEntry(Section):
@@ -65,7 +65,7 @@ class InteractionEntry(Section):
 
     name: str = ""
     class_name: Name
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: dict[str, Any] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -105,7 +105,7 @@ def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSect
     Raises:
         ConfigError: everything that is wrong in the file, in one error.
     """
-    problems: list[ConfigError] = []
+    problems = []
     tree, places = read_yaml(Path(path).expanduser(), problems)
     if problems:
         raise combine_errors(problems)

@@ -68,8 +68,12 @@ def check_exists(key: str, path: str | None, expected: str) -> Findings:
     exists = os.path.isfile if must_be_file else os.path.exists
     if not exists(os.path.expanduser(path.removeprefix("file://"))):
         kind = expected.split()[-1]
-        fix = f"There is no such {kind}; relative paths start at the current directory."
-        yield MachineError(key, f"'{path}'", expected, fix)
+        yield MachineError(
+            key,
+            f"'{path}'",
+            expected,
+            f"There is no such {kind}; relative paths start at the current directory.",
+        )
 
 
 def _check_directory(key: str, path: str | None) -> Findings:
@@ -77,8 +81,12 @@ def _check_directory(key: str, path: str | None) -> Findings:
     if path is None:
         return
     if "://" in path:
-        fix = "Write to a local directory, and copy it from there."
-        yield MachineError(key, f"'{path}'", "a local directory", fix)
+        yield MachineError(
+            key,
+            f"'{path}'",
+            "a local directory",
+            "Write to a local directory, and copy it from there.",
+        )
         return
     # The nearest existing parent must be writable, since the others are created in it.
     parent = Path(path).expanduser().absolute()
@@ -109,8 +117,12 @@ def check_files(config: Config) -> Findings:
     key = "actor_rollout_ref.model.path"
     policy = config.actor_rollout_ref.model.path
     if not policy:
-        fix = "Set it to a folder or a name on the hub (`quadriga prepare model` writes a folder)."
-        yield MachineError(key, "nothing", "a model", fix)
+        yield MachineError(
+            key,
+            "nothing",
+            "a model",
+            "Set it to a folder or a name on the hub (`quadriga prepare model` writes a folder).",
+        )
     yield from _check_model(key, policy)
     yield from _check_model("critic.model.path", config.critic.model.path)
     if config.reward_model.enable:
@@ -151,8 +163,16 @@ def _check_model(key: str, path: str | None) -> Findings:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if not _HUB_NAME.fullmatch(path):
-            fix = "There is no such folder, and it is not a name on the hub."
-            yield MachineError(key, f"'{path}'", "a model's folder", fix)
+            yield MachineError(
+                key,
+                f"'{path}'",
+                "a model's folder",
+                "There is no such folder, and it is not a name on the hub.",
+            )
     elif not (folder / "config.json").is_file():
-        fix = "Name the folder of a Hugging Face model, which has config.json and the weights."
-        yield MachineError(key, f"'{path}', without a config.json", "a model's folder", fix)
+        yield MachineError(
+            key,
+            f"'{path}', without a config.json",
+            "a model's folder",
+            "Name the folder of a Hugging Face model, which has config.json and the weights.",
+        )

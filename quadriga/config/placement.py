@@ -86,11 +86,11 @@ def role_pools(trainer: TrainerConfig, optional_roles: Collection[str] = ()) -> 
     """
     placement = trainer.placement if trainer.backend == "ray" else "together"
     pools = _ARRANGEMENTS[placement] if isinstance(placement, str) else placement
-    present_pools = {}
-    for role, pool in pools.items():
-        if role in optional_roles or role not in _OPTIONAL_ROLES:
-            present_pools[role] = pool
-    return present_pools
+    return {
+        role: pool
+        for role, pool in pools.items()
+        if role in optional_roles or role not in _OPTIONAL_ROLES
+    }
 
 
 def place_roles(
@@ -131,9 +131,12 @@ def place_roles(
     roles |= {role: pools[role] for role in needed_roles if role in pools}
     missing_roles = [role for role in (policy, *needed_roles) if role not in roles]
     if missing_roles:
-        got = f"no pool for {' and '.join(missing_roles)}"
-        fix = f"Add {' and '.join(f'{_KEY}.{role}=NAME' for role in missing_roles)}."
-        raise ConfigError(_KEY, got, "a pool for each role of the run", fix)
+        raise ConfigError(
+            _KEY,
+            f"no pool for {' and '.join(missing_roles)}",
+            "a pool for each role of the run",
+            f"Add {' and '.join(f'{_KEY}.{role}=NAME' for role in missing_roles)}.",
+        )
     return Placement(roles, {pool: trainer.processes_of(pool) for pool in roles.values()})
 
 
@@ -201,8 +204,12 @@ def check_profiles(config: Config) -> Findings:
         missing_ranks = [rank for rank in ranks if rank >= size]
         if missing_ranks:
             processes = "process" if size == 1 else "processes"
-            expected = f"ranks from 0 to {size - 1}: the role has {size} {processes}"
-            yield ConfigError(key, str(missing_ranks), expected, "null profiles all ranks.")
+            yield ConfigError(
+                key,
+                str(missing_ranks),
+                f"ranks from 0 to {size - 1}: the role has {size} {processes}",
+                "null profiles all ranks.",
+            )
 
 
 def with_fewer_processes(config: Config) -> Iterator[Config]:
@@ -338,13 +345,20 @@ def _check_groups(config: Config) -> Findings:
     rollout = config.actor_rollout_ref.rollout
     in_groups = f"with groups of {size} ranks"
     if not rollout.request_seeds:
-        expected = "true: the ranks of a group must sample with the same seed for each response"
-        fix = "Set it to true, or tensor_model_parallel_size to 1."
-        yield ConfigError(f"{ROLLOUT}.request_seeds", f"false, {in_groups}", expected, fix)
+        yield ConfigError(
+            f"{ROLLOUT}.request_seeds",
+            f"false, {in_groups}",
+            "true: the ranks of a group must sample with the same seed for each response",
+            "Set it to true, or tensor_model_parallel_size to 1.",
+        )
     num_replicas = rollout.data_parallel_size
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
-        fix = "Set it to 1: each group is an engine."
-        yield ConfigError(f"{ROLLOUT}.data_parallel_size", f"{num_replicas}, {in_groups}", "1", fix)
+        yield ConfigError(
+            f"{ROLLOUT}.data_parallel_size",
+            f"{num_replicas}, {in_groups}",
+            "1",
+            "Set it to 1: each group is an engine.",
+        )
 
 
 def _on_device(
@@ -405,7 +419,7 @@ def check_layouts(config: Config) -> Findings:
     critic is checked here for `gae` only, and for other estimators before the workers start.
     """
     megatron = config.actor_rollout_ref.actor.megatron_if_chosen
-    errors: dict[str, ConfigError] = {}
+    errors = {}
     for where, section, size in arranged_roles(config, has_critic=_is_gae(config)):
         try:
             section.layout(size, where, megatron)
@@ -433,10 +447,12 @@ def check_megatron(config: Config) -> Findings:
     yield from _check_megatron_version()
     model = config.actor_rollout_ref.model
     if model.has_adapter:
-        got = "an adapter, with strategy=megatron"
-        expected = "0: adapters are trained by FSDP2"
-        fix = "Train all weights, or set strategy=fsdp."
-        yield ConfigError("actor_rollout_ref.model.lora_rank", got, expected, fix)
+        yield ConfigError(
+            "actor_rollout_ref.model.lora_rank",
+            "an adapter, with strategy=megatron",
+            "0: adapters are trained by FSDP2",
+            "Train all weights, or set strategy=fsdp.",
+        )
     # Supervised tasks have no critic.
     has_critic = config.task == "rl"
     yield from _check_activations("actor_rollout_ref.model", model)
@@ -444,9 +460,12 @@ def check_megatron(config: Config) -> Findings:
         yield from _check_activations("critic.model", config.critic.model)
     num_stages = actor.pipeline_model_parallel_size
     if settings.virtual_pipeline_model_parallel_size and num_stages == 1:
-        key = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
-        fix = "Set pipeline_model_parallel_size, too."
-        yield ConfigError(key, "a number, with one pipeline stage", "null", fix)
+        yield ConfigError(
+            f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size",
+            "a number, with one pipeline stage",
+            "null",
+            "Set pipeline_model_parallel_size, too.",
+        )
     yield from _unread_sharding(ACTOR, actor)
     if has_critic:
         yield from _unread_sharding(CRITIC, config.critic)
@@ -460,17 +479,22 @@ def _check_megatron_version() -> Findings:
     except PackageNotFoundError:
         installed = "not installed"
     if not installed.startswith(f"{MEGATRON_VERSION}."):
-        got = f"megatron, with megatron-core {installed}"
-        fix = "pip install -e '.[megatron]', or set strategy=fsdp."
-        yield MachineError(f"{ACTOR}.strategy", got, MEGATRON_VERSION, fix)
+        yield MachineError(
+            f"{ACTOR}.strategy",
+            f"megatron, with megatron-core {installed}",
+            MEGATRON_VERSION,
+            "pip install -e '.[megatron]', or set strategy=fsdp.",
+        )
 
 
 def _check_activations(at: str, model: ModelConfig | CriticModelConfig) -> Findings:
     """Yield an error if activations are to be offloaded, which Megatron-core does not do here."""
     if model.enable_activation_offload:
-        fix = "Set enable_gradient_checkpointing, or strategy=fsdp."
         yield ConfigError(
-            f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix
+            f"{at}.enable_activation_offload",
+            "true, with strategy=megatron",
+            "false",
+            "Set enable_gradient_checkpointing, or strategy=fsdp.",
         )
 
 
@@ -502,13 +526,15 @@ def _check_shared_sizes(config: Config) -> Findings:
             at, section = _sections(config)[role]
             size = getattr(section, name)
             if size != actor_size:
-                got = f"{size}, in processes that it shares with the actor"
-                expected = f"{actor_size}, like the actor: Megatron has one set of sizes"
-                fix = (
-                    "Give both the same size, or processes of their own (trainer.placement), "
-                    "or set strategy=fsdp."
+                yield ConfigError(
+                    f"{at}.{name}",
+                    f"{size}, in processes that it shares with the actor",
+                    f"{actor_size}, like the actor: Megatron has one set of sizes",
+                    (
+                        "Give both the same size, or processes of their own (trainer.placement), "
+                        "or set strategy=fsdp."
+                    ),
                 )
-                yield ConfigError(f"{at}.{name}", got, expected, fix)
 
 
 def check_placement(config: Config) -> Findings:
@@ -518,9 +544,12 @@ def check_placement(config: Config) -> Findings:
         yield from _check_local(config)
         return
     if trainer.device not in ("auto", "cpu", "cuda"):
-        got = f"'{trainer.device}', with trainer.backend=ray"
-        fix = "Ray gives each process a device of its own."
-        yield ConfigError("trainer.device", got, "auto, cpu or cuda", fix)
+        yield ConfigError(
+            "trainer.device",
+            f"'{trainer.device}', with trainer.backend=ray",
+            "auto, cpu or cuda",
+            "Ray gives each process a device of its own.",
+        )
     # A user's placement is an open dictionary, so roles and pools may be missing or misspelled.
     optional_roles = enabled_roles(config)
     pools = role_pools(trainer, optional_roles)
@@ -531,18 +560,21 @@ def check_placement(config: Config) -> Findings:
     for role in optional_roles:
         if role not in pools:
             section = DISTILLATION if role == "teacher" else role
-            got = f"no pool for {role}, with {section}.enable=True"
             yield ConfigError(
-                _KEY, got, "a pool for each role of the run", f"Add {_KEY}.{role}=NAME."
+                _KEY,
+                f"no pool for {role}, with {section}.enable=True",
+                "a pool for each role of the run",
+                f"Add {_KEY}.{role}=NAME.",
             )
     # A pool without a role would reserve machines for nothing.
     used_pools = list(dict.fromkeys(pools.values()))
     idle_pools = [pool for pool in trainer.resource_pools if pool not in used_pools]
     if idle_pools:
-        key = f"trainer.resource_pools.{idle_pools[0]}"
-        expected = f"pools out of {', '.join(used_pools)}"
         yield ConfigError(
-            key, "a pool without a role", expected, f"{_KEY} names the pool of each role."
+            f"trainer.resource_pools.{idle_pools[0]}",
+            "a pool without a role",
+            f"pools out of {', '.join(used_pools)}",
+            f"{_KEY} names the pool of each role.",
         )
 
 
@@ -552,14 +584,21 @@ def _check_local(config: Config) -> Findings:
     # An engine in other processes chooses its GPUs itself, from the first one on.
     if _starts_processes(config) and trainer.device not in ("auto", "cpu", "cuda", "cuda:0"):
         engine = config.actor_rollout_ref.rollout.name
-        got = f"{trainer.device}, with {engine} in processes of its own, which use the first GPUs"
-        fix = "Set trainer.device=cuda, and CUDA_VISIBLE_DEVICES to the GPUs to use."
-        yield ConfigError("trainer.device", got, "cuda:0", fix)
+        yield ConfigError(
+            "trainer.device",
+            f"{trainer.device}, with {engine} in processes of its own, which use the first GPUs",
+            "cuda:0",
+            "Set trainer.device=cuda, and CUDA_VISIBLE_DEVICES to the GPUs to use.",
+        )
     for name in ("nnodes", "n_gpus_per_node"):
         value = getattr(trainer, name)
         if value != 1:
-            fix = "Several processes need Ray: set trainer.backend=ray (`quadriga train --ray`)."
-            yield ConfigError(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
+            yield ConfigError(
+                f"trainer.{name}",
+                f"{value}, with trainer.backend=local",
+                "1",
+                "Several processes need Ray: set trainer.backend=ray (`quadriga train --ray`).",
+            )
 
     # Keys about several processes, their recovery and the cluster.
     default = TrainerConfig()
@@ -602,14 +641,24 @@ def _check_policy(pools: Mapping[str, str]) -> Findings:
     if not policies:
         yield ConfigError(_KEY, "no pool for the policy", f"{_KEY}.actor_rollout_ref=NAME")
     if len(policies) > 1 or {"actor_rollout_ref", "ref"} <= pools.keys():
-        expected = "actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref"
-        fix = "The reference is either inside the policy's processes or a separate role."
-        yield ConfigError(_KEY, got, expected, fix)
+        yield ConfigError(
+            _KEY,
+            got,
+            "actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref",
+            "The reference is either inside the policy's processes or a separate role.",
+        )
     elif policies and ("rollout" in pools) != (policies == ["actor"]):
-        expected = "actor_rollout_ref or actor_rollout, or both of actor and rollout"
-        fix = "The rollout is either inside the policy's processes or a role beside `actor`."
-        yield ConfigError(_KEY, got, expected, fix)
+        yield ConfigError(
+            _KEY,
+            got,
+            "actor_rollout_ref or actor_rollout, or both of actor and rollout",
+            "The rollout is either inside the policy's processes or a role beside `actor`.",
+        )
     elif policies == ["actor"] and pools["actor"] == pools["rollout"]:
         pool = pools["actor"]
-        fix = f"In one pool they are one role: set {_KEY}.actor_rollout={pool} instead of both."
-        yield ConfigError(_KEY, f"actor and rollout in one pool, {pool}", "a pool for each", fix)
+        yield ConfigError(
+            _KEY,
+            f"actor and rollout in one pool, {pool}",
+            "a pool for each",
+            f"In one pool they are one role: set {_KEY}.actor_rollout={pool} instead of both.",
+        )

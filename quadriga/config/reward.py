@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveFloat
+from pydantic import PositiveFloat
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
 from quadriga.config.base import Findings, ReadIf, Section, notice_unused
@@ -35,7 +35,7 @@ class RewardClassifierConfig(Section):
     the policy's tokens are used as they are. auto: rendered again where vocabulary or template differ."""
     trust_remote_code: bool = False
     """Whether code that comes with the reward model may be run."""
-    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = FSDPConfig()
 
 
 class RewardModelConfig(ParallelConfig):
@@ -43,7 +43,7 @@ class RewardModelConfig(ParallelConfig):
 
     enable: bool = False
     """Whether a reward model grades. A `custom_reward_function` is added to it; built-in graders are then not used."""
-    model: RewardClassifierConfig = Field(default_factory=RewardClassifierConfig)
+    model: RewardClassifierConfig = RewardClassifierConfig()
     micro_batch_size_per_gpu: Annotated[Count | None, ReadIf("use_dynamic_bsz", (False,))] = None
     """Sequences in one pass of the reward model. null: as many as `forward_max_token_len_per_gpu` allows."""
     use_dynamic_bsz: bool = False
@@ -60,7 +60,7 @@ class RewardModelConfig(ParallelConfig):
     """Seconds that grading one response may take; then it is stopped and counted as an error."""
     max_error_rate: Share = 0.05
     """Share of a batch whose grading raised or ran out of time above which the run stops, in [0, 1]."""
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = {}
     """Open dictionary: options of the reward manager."""
 
     @property
@@ -74,9 +74,11 @@ class RewardModelConfig(ParallelConfig):
             changed += [key for key in self.changed_keys(at) if key in names]
             yield from notice_unused(changed, f"{at}.enable is false")
         elif self.model.path is None:
-            fix = "Set it to a folder or a hub name of a sequence classifier with one label."
             yield ConfigError(
-                f"{at}.model.path", f"null, with {at}.enable=True", "a reward model", fix
+                f"{at}.model.path",
+                f"null, with {at}.enable=True",
+                "a reward model",
+                "Set it to a folder or a hub name of a sequence classifier with one label.",
             )
         if self.reward_manager == "dapo":
             kwargs = self.reward_kwargs
@@ -91,7 +93,7 @@ class CustomRewardFunctionConfig(Section):
     """Python file that holds the function, or `pkg://package.module`. null: the built-in grader of the data source."""
     name: Name = "compute_score"
     """Name of the function in that file: `f(data_source, solution_str, ground_truth, extra_info=None)`."""
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = {}
     """Open dictionary: further keyword arguments for the function, or options of the built-in graders."""
 
 
@@ -116,11 +118,17 @@ def check_overlong(at: str, max_length: Any, buffer: Any) -> Findings:
         return
     buffer_length = options["len"]
     if not isinstance(max_length, int) or max_length < 1:
-        expected = "a number of tokens, usually data.max_response_length"
-        yield ConfigError(f"{at}.max_resp_len", repr(max_length), expected)
+        yield ConfigError(
+            f"{at}.max_resp_len",
+            repr(max_length),
+            "a number of tokens, usually data.max_response_length",
+        )
     elif not isinstance(buffer_length, int) or not 0 < buffer_length <= max_length:
-        expected = f"a number of tokens from 1 to max_resp_len={max_length}"
-        yield ConfigError(f"{key}.len", repr(buffer_length), expected)
+        yield ConfigError(
+            f"{key}.len",
+            repr(buffer_length),
+            f"a number of tokens from 1 to max_resp_len={max_length}",
+        )
 
 
 def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Findings:
@@ -146,15 +154,22 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
     names = model_config.get("architectures") or []
     is_classifier = not names or any(name.endswith("ForSequenceClassification") for name in names)
     if not is_classifier and not reward.model.trust_remote_code:
-        got = f"'{path}', whose config.json names {', '.join(names)}: it has no classification head"
-        expected = "an architecture that ends in ForSequenceClassification, with one label"
-        yield MachineError(key, got, expected, fix)
+        yield MachineError(
+            key,
+            f"'{path}', whose config.json names {', '.join(names)}: it has no classification head",
+            "an architecture that ends in ForSequenceClassification, with one label",
+            fix,
+        )
         return
     # By transformers' default, a classifier has two labels.
     num_labels = model_config.get("num_labels", len(model_config.get("id2label") or range(2)))
     if num_labels != 1:
-        got = f"'{path}', a classifier with {num_labels} labels by its config.json"
-        yield MachineError(key, got, "one label, the score", fix)
+        yield MachineError(
+            key,
+            f"'{path}', a classifier with {num_labels} labels by its config.json",
+            "one label, the score",
+            fix,
+        )
 
     # Sequences of the policy must fit into the positions of the reward model.
     num_positions = model_config.get("max_position_embeddings")
@@ -162,9 +177,11 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
     if not isinstance(num_positions, int):
         return
     if limit is not None and limit > num_positions:
-        expected = f"at most {num_positions}, the positions of the reward model"
         yield MachineError(
-            "reward_model.max_length", str(limit), expected, "Lower it, or leave it out."
+            "reward_model.max_length",
+            str(limit),
+            f"at most {num_positions}, the positions of the reward model",
+            "Lower it, or leave it out.",
         )
         return
     num_tokens = limit or num_positions

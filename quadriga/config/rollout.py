@@ -4,7 +4,7 @@
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat
 
 from quadriga.config.actor import LogProbConfig
 from quadriga.config.base import Findings, ReadIf, Section, notice_unused, refuse
@@ -68,8 +68,10 @@ class SamplingConfig(Section):
         if self.do_sample and self.temperature == 0:
             yield f"{at}.do_sample: at temperature 0 validation still takes the most likely token."
         if self.n > 1 and (not self.do_sample or self.temperature == 0):
-            equal = f"the {self.n} responses to a prompt are equal"
-            yield f"{at}.n: validation takes the most likely token, so {equal}."
+            yield (
+                f"{at}.n: validation takes the most likely token, "
+                f"so the {self.n} responses to a prompt are equal."
+            )
 
 
 class SkipConfig(Section):
@@ -123,9 +125,9 @@ class RolloutConfig(LogProbConfig):
     given, `vllm` on a GPU takes up to 1024, as far as its KV cache reaches."""
     ignore_eos: bool = False
     """Whether generation continues after the end-of-text token, up to `data.max_response_length`."""
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[int] = []
     """Token ids that end a response, besides the model's own."""
-    stop: list[Name] = Field(default_factory=list)
+    stop: list[Name] = []
     """Stop strings: texts that end a response; the token that completes one is kept."""
     max_model_len: Count | None = None
     """Longest sequence of the engine, in tokens. null: `data.max_prompt_length + data.max_response_length`."""
@@ -164,12 +166,12 @@ class RolloutConfig(LogProbConfig):
     `sglang` after a start, else never."""
     trace_dir: PathText | None = None
     """Folder for one JSONL record of each trajectory: turns, tokens, times, tool calls. null: none is written."""
-    skip: SkipConfig = Field(default_factory=SkipConfig)
-    multi_turn: MultiTurnConfig = Field(default_factory=MultiTurnConfig)
-    agent: AgentConfig = Field(default_factory=AgentConfig)
-    serve: ServeConfig = Field(default_factory=ServeConfig)
-    val_kwargs: SamplingConfig = Field(default_factory=SamplingConfig)
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    skip: SkipConfig = SkipConfig()
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    agent: AgentConfig = AgentConfig()
+    serve: ServeConfig = ServeConfig()
+    val_kwargs: SamplingConfig = SamplingConfig()
+    engine_kwargs: dict[str, Any] = {}
     """Open dictionary: options of the named engine, for `vllm` and `sglang` under that name as well; for `scripted` the
     `responses_file`, for `http` the `urls` and the `model`, for servers of SGLang the `url` or the `urls`."""
 
@@ -205,13 +207,16 @@ class RolloutConfig(LogProbConfig):
         stop = self.log_prob_diff_stop
         warn = self.log_prob_diff_warn
         if stop is not None and stop < warn:
-            end = f"the run stops at {stop:g} before it would warn at {warn:g}"
-            yield f"{at}.log_prob_diff_warn: {end}."
+            yield (
+                f"{at}.log_prob_diff_warn: the run stops at {stop:g} "
+                f"before it would warn at {warn:g}."
+            )
         if self.traits.takes_weights == "never":
-            got = f"{self.name}, which keeps its weights"
-            fix = f"Train with {engines_with('streams')}; {self.name} is for generate and eval."
             yield ConfigError(
-                f"{at}.name", got, "an engine that takes new weights after each step", fix
+                f"{at}.name",
+                f"{self.name}, which keeps its weights",
+                "an engine that takes new weights after each step",
+                f"Train with {engines_with('streams')}; {self.name} is for generate and eval.",
             )
         yield from self._library_findings(at)
         problem = problem_of_several_engines(self)
@@ -226,9 +231,11 @@ class RolloutConfig(LogProbConfig):
             unread_keys += _UNREAD_BY_SERVERS
         changed_keys = self.changed_keys(at)
         keys = [f"{at}.{key}" for key in unread_keys if f"{at}.{key}" in changed_keys]
-        for engine in ENGINES:
-            if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict):
-                keys.append(f"{at}.engine_kwargs.{engine}")
+        keys += [
+            f"{at}.engine_kwargs.{engine}"
+            for engine in ENGINES
+            if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict)
+        ]
         yield from notice_unused(keys, f"{at}.name is '{self.name}'")
 
     def _sampling_findings(self, at: str) -> Findings:
@@ -251,62 +258,77 @@ class RolloutConfig(LogProbConfig):
         """Yield problems with tensor and expert parallelism of the engine."""
         size = self.tensor_model_parallel_size
         if size > 1 and not self.traits.supports_tensor_parallel:
-            got = f"{size}, with {at}.name={self.name}"
-            expected = "1: each process generates with the full model"
             # The fix leaves out two engines that pass the check: SGLang, which gets no devices on
             # Ray, and http, whose servers have settings of their own.
-            fix = f"Set it to 1, or generate with {engines_with('spans_ranks')}."
-            yield ConfigError(f"{at}.tensor_model_parallel_size", got, expected, fix)
+            yield ConfigError(
+                f"{at}.tensor_model_parallel_size",
+                f"{size}, with {at}.name={self.name}",
+                "1: each process generates with the full model",
+                f"Set it to 1, or generate with {engines_with('spans_ranks')}.",
+            )
         # Experts are divided over all ranks of an engine, or not at all.
         num_expert_ranks = self.expert_parallel_size
         can_divide = bool(self.traits.expert_parallel_devices)
         if num_expert_ranks > 1 and not (can_divide and num_expert_ranks == size):
             engine = f"{at}.name={self.name} and tensor_model_parallel_size={size}"
-            got = f"{num_expert_ranks}, with {engine}"
             engines = engines_with("expert_parallel_devices")
-            expected = (
-                f"1; or, with {engines}, the value of tensor_model_parallel_size, "
-                "since all ranks of an engine divide its experts"
+            yield ConfigError(
+                f"{at}.expert_parallel_size",
+                f"{num_expert_ranks}, with {engine}",
+                (
+                    f"1; or, with {engines}, the value of tensor_model_parallel_size, "
+                    "since all ranks of an engine divide its experts"
+                ),
+                "Set it to 1: the results are the same.",
             )
-            fix = "Set it to 1: the results are the same."
-            yield ConfigError(f"{at}.expert_parallel_size", got, expected, fix)
 
     def _library_findings(self, at: str) -> Findings:
         """Yield a missing package of the engine, and sampling that the engine does not support."""
         package = self.traits.package
         # A server has its package on another machine.
         if package and not self.has_servers and find_spec(package.module) is None:
-            got = f"{self.name}, which is not installed"
-            expected = f"{package.title} {package.least_version} or newer"
-            yield MachineError(f"{at}.name", got, expected, package.install)
+            yield MachineError(
+                f"{at}.name",
+                f"{self.name}, which is not installed",
+                f"{package.title} {package.least_version} or newer",
+                package.install,
+            )
         lacks = self.traits.lacks
         if "unfiltered_log_probs" in lacks:
             yield from self._filter_findings(at)
         if "min_p" in lacks:
             for key, sampling in ((at, self), (f"{at}.val_kwargs", self.val_kwargs)):
                 if sampling.min_p > 0:
-                    got = f"{sampling.min_p:g}, with {at}.name={self.name}"
-                    expected = f"0: {self.engine_title} cannot sample with it and a seed"
-                    fix = f"Use top_p or top_k, or {engines_with('streams')}."
-                    yield ConfigError(f"{key}.min_p", got, expected, fix)
+                    yield ConfigError(
+                        f"{key}.min_p",
+                        f"{sampling.min_p:g}, with {at}.name={self.name}",
+                        f"0: {self.engine_title} cannot sample with it and a seed",
+                        f"Use top_p or top_k, or {engines_with('streams')}.",
+                    )
         if "stop_token_ids" in lacks and self.ignore_eos and self.stop_token_ids:
-            got = f"{self.stop_token_ids}, with ignore_eos=true"
-            fix = (
-                f"{self.engine_title} ignores either both or none of them: leave one out, "
-                f"or generate with {engines_with('streams')}."
+            yield ConfigError(
+                f"{at}.stop_token_ids",
+                f"{self.stop_token_ids}, with ignore_eos=true",
+                "one of the two",
+                (
+                    f"{self.engine_title} ignores either both or none of them: leave one out, "
+                    f"or generate with {engines_with('streams')}."
+                ),
             )
-            yield ConfigError(f"{at}.stop_token_ids", got, "one of the two", fix)
 
     def _filter_findings(self, at: str) -> Findings:
         """Yield filters for which the engine cannot report the log-probabilities for training."""
         if _list_filters(self) and self.temperature != 1:
-            got = f"{self.temperature:g}, with {_list_filters(self)}"
-            fix = (
-                f"{self.engine_title} cannot report log-probabilities after the temperature and "
-                "before the filter, which training needs: change one of them, "
-                f"or generate with {DEFAULT_ENGINE}."
+            yield ConfigError(
+                f"{at}.temperature",
+                f"{self.temperature:g}, with {_list_filters(self)}",
+                "1, or no filter",
+                (
+                    f"{self.engine_title} cannot report log-probabilities after the temperature and "
+                    "before the filter, which training needs: change one of them, "
+                    f"or generate with {DEFAULT_ENGINE}."
+                ),
             )
-            yield ConfigError(f"{at}.temperature", got, "1, or no filter", fix)
         # Nothing is learned from validation, so there only a metric is missing.
         validation = self.val_kwargs
         is_filtered = _list_filters(validation) or (

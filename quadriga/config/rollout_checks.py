@@ -39,12 +39,15 @@ def _lacks_groups(config: Config) -> bool:
 def check_groups(config: Config) -> Findings:
     """Yield an error if responses are compared with their group, but groups have one response."""
     if _lacks_groups(config):
-        got = f"1, with algorithm.adv_estimator={config.algorithm.adv_estimator}"
-        fix = (
-            "A single response has no others to compare with: "
-            f"set {ROLLOUT}.n={DEFAULT_GROUP_SIZE}, or another estimator."
+        yield ConfigError(
+            f"{ROLLOUT}.n",
+            f"1, with algorithm.adv_estimator={config.algorithm.adv_estimator}",
+            "groups of at least 2 responses",
+            (
+                "A single response has no others to compare with: "
+                f"set {ROLLOUT}.n={DEFAULT_GROUP_SIZE}, or another estimator."
+            ),
         )
-        yield ConfigError(f"{ROLLOUT}.n", got, "groups of at least 2 responses", fix)
 
 
 def with_groups(config: Config) -> tuple[Config, str]:
@@ -74,10 +77,11 @@ def check_rollout(config: Config) -> Findings:
     reward = config.reward_model
     max_tokens = BatchPlan(config).max_sequence_tokens
     if rollout.max_model_len is not None and rollout.max_model_len < max_tokens:
-        expected = f"at least {max_tokens}, data.max_prompt_length + data.max_response_length"
-        fix = "Leave it out, or lower these lengths."
         yield ConfigError(
-            f"{ROLLOUT}.max_model_len", f"{rollout.max_model_len} tokens", expected, fix
+            f"{ROLLOUT}.max_model_len",
+            f"{rollout.max_model_len} tokens",
+            f"at least {max_tokens}, data.max_prompt_length + data.max_response_length",
+            "Leave it out, or lower these lengths.",
         )
     if config.algorithm.filter_groups.enable:
         yield from _check_filter(config)
@@ -93,12 +97,19 @@ def _check_filter(config: Config) -> Findings:
     trainer = config.trainer
     key = "algorithm.filter_groups"
     if rollout.n == 1:
-        got = f"true, with {ROLLOUT}.n=1"
-        fix = f"All groups would be dropped: raise {ROLLOUT}.n, or turn the filter off."
-        yield ConfigError(f"{key}.enable", got, "groups of at least 2 responses", fix)
+        yield ConfigError(
+            f"{key}.enable",
+            f"true, with {ROLLOUT}.n=1",
+            "groups of at least 2 responses",
+            f"All groups would be dropped: raise {ROLLOUT}.n, or turn the filter off.",
+        )
     if rollout.skip.enable and rollout.skip.action == "repeat":
-        fix = "All batches of prompts in a step would be the same, and fill it with copies."
-        yield ConfigError(f"{ROLLOUT}.skip.action", f"repeat, with {key}.enable=True", "cache", fix)
+        yield ConfigError(
+            f"{ROLLOUT}.skip.action",
+            f"repeat, with {key}.enable=True",
+            "cache",
+            "All batches of prompts in a step would be the same, and fill it with copies.",
+        )
     if config.algorithm.filter_groups.max_num_gen_batches == 0:
         yield (
             f"{key}.max_num_gen_batches: 0: a step generates until its batch is full, "
@@ -118,19 +129,29 @@ def check_replay(config: Config) -> Findings:
     key = f"{ACTOR}.router_replay"
     if actor.router_replay == "rollout" and not rollout.traits.reports_routes:
         engines = engines_with("reports_routes")
-        expected = f"an engine that reports its choices: {engines}"
-        fix = f"Set {ROLLOUT}.name={engines}, or {key}=old_log_prob."
-        yield ConfigError(key, f"rollout, with {ROLLOUT}.name={rollout.name}", expected, fix)
+        yield ConfigError(
+            key,
+            f"rollout, with {ROLLOUT}.name={rollout.name}",
+            f"an engine that reports its choices: {engines}",
+            f"Set {ROLLOUT}.name={engines}, or {key}=old_log_prob.",
+        )
     if actor.router_replay != "old_log_prob":
         return
     num_stages = actor.pipeline_model_parallel_size
     if num_stages > 1:
-        got = f"old_log_prob, with pipeline_model_parallel_size={num_stages}"
-        yield ConfigError(key, got, "1: only the last stage returns results", "Set it to rollout.")
+        yield ConfigError(
+            key,
+            f"old_log_prob, with pipeline_model_parallel_size={num_stages}",
+            "1: only the last stage returns results",
+            "Set it to rollout.",
+        )
     if config.algorithm.rollout_correction.bypass_mode:
-        got = "old_log_prob, with algorithm.rollout_correction.bypass_mode=True"
-        expected = "a pass for old log-probs"
-        yield ConfigError(key, got, expected, "Set it to rollout, or bypass_mode=False.")
+        yield ConfigError(
+            key,
+            "old_log_prob, with algorithm.rollout_correction.bypass_mode=True",
+            "a pass for old log-probs",
+            "Set it to rollout, or bypass_mode=False.",
+        )
 
 
 def check_multi_turn(config: Config) -> Findings:
@@ -139,9 +160,12 @@ def check_multi_turn(config: Config) -> Findings:
     turns = rollout.multi_turn
     has_turns = turns.enable or rollout.agent.agent_loop_path is not None
     if config.actor_rollout_ref.actor.echo_coeff and (rollout.mode == "sync" or not has_turns):
-        got = f"{config.actor_rollout_ref.actor.echo_coeff:g}, with responses of one turn"
-        fix = f"Set {ROLLOUT}.mode=async and {_MULTI_TURN}.enable=True, or env=NAME."
-        yield ConfigError(f"{ACTOR}.echo_coeff", got, "0, or conversations of several turns", fix)
+        yield ConfigError(
+            f"{ACTOR}.echo_coeff",
+            f"{config.actor_rollout_ref.actor.echo_coeff:g}, with responses of one turn",
+            "0, or conversations of several turns",
+            f"Set {ROLLOUT}.mode=async and {_MULTI_TURN}.enable=True, or env=NAME.",
+        )
     if rollout.mode == "sync":
         yield from _check_without_loops(config)
         return
@@ -151,8 +175,12 @@ def check_multi_turn(config: Config) -> Findings:
         return
     loop = rollout.agent.default_agent_loop
     if loop == "tool_agent":
-        fix = f"Set {_MULTI_TURN}.enable=True."
-        yield ConfigError(_AGENT_LOOP, loop, "multi-turn responses to be enabled", fix)
+        yield ConfigError(
+            _AGENT_LOOP,
+            loop,
+            "multi-turn responses to be enabled",
+            f"Set {_MULTI_TURN}.enable=True.",
+        )
     yield from notice_unused(turns.changed_keys(_MULTI_TURN), f"{_MULTI_TURN}.enable is false")
 
 
@@ -160,9 +188,12 @@ def _check_without_loops(config: Config) -> Findings:
     """Yield keys of agent loops that `mode=sync` does not read."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.multi_turn.enable:
-        key = f"{_MULTI_TURN}.enable"
-        fix = f"Set {ROLLOUT}.mode=async."
-        yield ConfigError(key, "true, with rollout.mode=sync", "rollout.mode=async", fix)
+        yield ConfigError(
+            f"{_MULTI_TURN}.enable",
+            "true, with rollout.mode=sync",
+            "rollout.mode=async",
+            f"Set {ROLLOUT}.mode=async.",
+        )
         return
     is_sync = f"{ROLLOUT}.mode is sync"
     yield from notice_unused(rollout.multi_turn.changed_keys(_MULTI_TURN), is_sync)
@@ -181,8 +212,12 @@ def _check_agent_loop(config: Config) -> Findings:
         yield from _check_registered(_AGENT_LOOP, loop, LOOPS)
     # Rows of a file may name the loop of environments in their column agent_name.
     if config.env.name and not config.data.train_files and loop in LOOPS and loop != ENVIRONMENT:
-        got = f"{loop}, with env={config.env.name}"
-        yield ConfigError(_AGENT_LOOP, got, ENVIRONMENT, "Leave the key out: env sets it.")
+        yield ConfigError(
+            _AGENT_LOOP,
+            f"{loop}, with env={config.env.name}",
+            ENVIRONMENT,
+            "Leave the key out: env sets it.",
+        )
     if not path and not config.actor_rollout_ref.model.external_lib:
         yield from _check_registered(f"{_MULTI_TURN}.format", rollout.multi_turn.format, FORMATS)
 
@@ -208,17 +243,19 @@ def _check_tools(config: Config) -> Findings:
     interactions = turns.interaction_config_path
     yield from _check_tool_file("interaction_config_path", interactions, InteractionFile)
     if not config.data.return_raw_chat:
-        fix = "The prompt and its tools are rendered from the prompt's messages."
         yield ConfigError(
-            "data.return_raw_chat", f"false, with {_MULTI_TURN}.enable=True", "true", fix
+            "data.return_raw_chat",
+            f"false, with {_MULTI_TURN}.enable=True",
+            "true",
+            "The prompt and its tools are rendered from the prompt's messages.",
         )
     if loop == "tool_agent" and not (functions or turns.tool_config_path or interactions):
-        got = "neither tools nor user simulators, with agent.default_agent_loop=tool_agent"
-        expected = "function_tool_path, tool_config_path or interaction_config_path"
-        fix = (
-            f"Set {_MULTI_TURN}.function_tool_path to a Python file with @function_tool functions."
+        yield ConfigError(
+            _MULTI_TURN,
+            "neither tools nor user simulators, with agent.default_agent_loop=tool_agent",
+            "function_tool_path, tool_config_path or interaction_config_path",
+            f"Set {_MULTI_TURN}.function_tool_path to a Python file with @function_tool functions.",
         )
-        yield ConfigError(_MULTI_TURN, got, expected, fix)
     if loop == "single_turn_agent":
         yield (
             f"{_AGENT_LOOP}: only rows with an agent loop in their column agent_name may take "

@@ -7,7 +7,7 @@ Both are accepted; messages use the short one.
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from quadriga.config.actor import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from quadriga.config.algorithm import AlgorithmConfig
@@ -22,21 +22,17 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.config.trainer import ProfilerConfig, RayConfig, TrainerConfig
 from quadriga.errors import QuadrigaError
 
-_BATCHES = {"train_batch_size": 256, "val_batch_size": 256, "max_length": 1024}
-_SUPERVISED: dict[str, Any] = {"data": _BATCHES, "trainer": {"experiment_name": "sft"}}
-
-
-def _supervised_preset(*, use_prefix_sharing: bool) -> dict[str, Any]:
-    """Make the defaults of a supervised task."""
-    actor = {"optim": {"lr": 1e-5}, "use_prefix_sharing": use_prefix_sharing}
-    return {**_SUPERVISED, "actor_rollout_ref": {"actor": actor}}
-
-
+_SUPERVISED: dict[str, Any] = {
+    "data": {"train_batch_size": 256, "val_batch_size": 256, "max_length": 1024},
+    "trainer": {"experiment_name": "sft"},
+    "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}}},
+}
 # The two sequences of a pair have a prompt in common; conversations have not.
+_WITHOUT_SHARING = {"actor_rollout_ref": {"actor": {"use_prefix_sharing": False}}}
 PRESETS: dict[str, dict[str, Any]] = {
     "rl": {},
-    "sft": _supervised_preset(use_prefix_sharing=False),
-    "reward_model": _supervised_preset(use_prefix_sharing=True),
+    "sft": fill_missing(_SUPERVISED, _WITHOUT_SHARING),
+    "reward_model": _SUPERVISED,
 }
 """Defaults of each task that differ from those of the schema."""
 
@@ -122,10 +118,10 @@ _SHORT = {
 class ActorRolloutRefConfig(Section):
     """The policy as the trained actor, the generating rollout and the frozen reference."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    actor: ActorConfig = Field(default_factory=ActorConfig)
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    ref: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    model: ModelConfig = ModelConfig()
+    actor: ActorConfig = ActorConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    ref: ReferenceConfig = ReferenceConfig()
 
 
 class Config(Section):
@@ -134,20 +130,18 @@ class Config(Section):
     task: Literal["rl", "sft", "reward_model"] = "rl"
     """Task. rl: train a policy by rewards; sft: train a model on responses (supervised fine-tuning);
     reward_model: train a reward model that scores the better response of a pair higher."""
-    data: DataConfig = Field(default_factory=DataConfig)
-    env: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
-    actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
-    critic: CriticConfig = Field(default_factory=CriticConfig)
-    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
-    custom_reward_function: CustomRewardFunctionConfig = Field(
-        default_factory=CustomRewardFunctionConfig
-    )
-    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    async_training: AsyncTrainingConfig = Field(default_factory=AsyncTrainingConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    global_profiler: ProfilerConfig = Field(default_factory=ProfilerConfig)
-    ray_kwargs: RayConfig = Field(default_factory=RayConfig)
+    data: DataConfig = DataConfig()
+    env: EnvironmentConfig = EnvironmentConfig()
+    actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
+    distillation: DistillationConfig = DistillationConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    async_training: AsyncTrainingConfig = AsyncTrainingConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    global_profiler: ProfilerConfig = ProfilerConfig()
+    ray_kwargs: RayConfig = RayConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -165,7 +159,7 @@ class Config(Section):
         batch_size = data.get("train_batch_size")
         length = data.get("max_length")
         lengths = {}
-        actor: dict[str, float] = {}
+        actor = {}
         # A step of a supervised task is one optimizer step on the full batch.
         if isinstance(batch_size, int):
             actor["ppo_mini_batch_size"] = batch_size
@@ -183,8 +177,7 @@ def _add_correction(tree: dict[str, Any]) -> dict[str, Any]:
         return tree
     if settings.get("max_staleness") == 0:
         return tree
-    tree = fill_missing(tree, {"algorithm": {}})
-    algorithm = tree["algorithm"]
+    algorithm = tree.get("algorithm", {})
     # Any setting of the section replaces the default.
     if not isinstance(algorithm, dict) or algorithm.get("rollout_correction"):
         return tree

@@ -7,7 +7,7 @@ from string import Formatter
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, model_validator
 
 from quadriga.config.base import Findings, ReadIf, Section, notice_unused, refuse
 from quadriga.config.types import Count, Meaning, Name, PathText, ResumeMode
@@ -101,7 +101,7 @@ class TrainerConfig(Section):
     """Name of the project, for trackers and for the run's directory."""
     experiment_name: Annotated[Name, AfterValidator(_check_name_in_path)] = "run"
     """Name of the run, for trackers and for the run's directory."""
-    logger: Tracker | list[Tracker] = Field(default_factory=lambda: ["console"])
+    logger: Tracker | list[Tracker] = ["console"]
     """Trackers that metrics are logged to: one name or a list."""
     seed: NonNegativeInt = 1
     """Seed of every random choice of the run except the order of the data (`data.seed`)."""
@@ -157,7 +157,7 @@ class TrainerConfig(Section):
     placement: Placed = "together"
     """Roles that are colocated in one resource pool. together: all; grouped: actor with rollout, critic with reference;
     apart: none. Or the pool of each role by name: {actor_rollout: one, ref: two, critic: two}."""
-    resource_pools: Pools = Field(default_factory=dict)
+    resource_pools: Pools = {}
     """Pools of another shape than `nnodes` and `n_gpus_per_node` say: name -> ranks on each machine."""
     max_worker_restarts: NonNegativeInt = 3
     """Times within an hour that the workers are started again after a process or a node was lost; the run goes on from
@@ -206,8 +206,10 @@ class TrainerConfig(Section):
     @property
     def directory(self) -> Path:
         """`default_local_dir` with the names inserted."""
-        places = {"project_name": self.project_name, "experiment_name": self.experiment_name}
-        return Path(self.default_local_dir.format(**places)).expanduser()
+        path = self.default_local_dir.format(
+            project_name=self.project_name, experiment_name=self.experiment_name
+        )
+        return Path(path).expanduser()
 
     @property
     def offload_directory(self) -> Path:
@@ -242,13 +244,19 @@ class TrainerConfig(Section):
 
     def findings(self, at: str) -> Findings:
         if self.val_only and not self.val_before_train:
-            got = f"true, with {at}.val_before_train=False"
-            fix = f"Nothing would run: set {at}.val_before_train=True."
-            yield ConfigError(f"{at}.val_only", got, "the first validation", fix)
+            yield ConfigError(
+                f"{at}.val_only",
+                f"true, with {at}.val_before_train=False",
+                "the first validation",
+                f"Nothing would run: set {at}.val_before_train=True.",
+            )
         if self.resume_mode == "resume_path" and self.resume_from_path is None:
-            got = f"null, with {at}.resume_mode=resume_path"
-            fix = f"Name its directory, or set {at}.resume_mode=auto."
-            yield ConfigError(f"{at}.resume_from_path", got, "a checkpoint", fix)
+            yield ConfigError(
+                f"{at}.resume_from_path",
+                f"null, with {at}.resume_mode=resume_path",
+                "a checkpoint",
+                f"Name its directory, or set {at}.resume_mode=auto.",
+            )
         # Checkpoints by steps replace those by the clock.
         if self.save_freq != -1:
             because = f"{at}.save_freq is {self.save_freq}"
@@ -256,21 +264,23 @@ class TrainerConfig(Section):
         elif not self.save_minutes and not self.val_only:
             if self.max_ckpt_to_keep:
                 yield from notice_unused([f"{at}.max_ckpt_to_keep"], "no checkpoint is written")
-            loss = "no checkpoint is written; the trained weights end with the run"
-            yield f"{at}.save_freq: {loss}."
+            yield (
+                f"{at}.save_freq: no checkpoint is written; the trained weights end with the run."
+            )
         steps = self.total_training_steps
         if steps is not None and self.critic_warmup >= steps:
-            got = f"{self.critic_warmup}, with {at}.total_training_steps={steps}"
-            fix = "The actor would never learn."
-            yield ConfigError(f"{at}.critic_warmup", got, f"at most {steps - 1}", fix)
+            yield ConfigError(
+                f"{at}.critic_warmup",
+                f"{self.critic_warmup}, with {at}.total_training_steps={steps}",
+                f"at most {steps - 1}",
+                "The actor would never learn.",
+            )
 
 
 class RayConfig(Section):
     """The cluster; read with `trainer.backend=ray`."""
 
-    ray_init: Annotated[dict[str, Any], AfterValidator(_check_ray_arguments)] = Field(
-        default_factory=dict
-    )
+    ray_init: Annotated[dict[str, Any], AfterValidator(_check_ray_arguments)] = {}
     """Arguments of `ray.init`, such as `address` (a cluster that is up) or `num_cpus` (of one that is started for the
     run). Without an address: that of the variable RAY_ADDRESS, else a cluster on this machine for the run alone."""
     timeline_json_file: PathText | None = None
@@ -285,9 +295,7 @@ class ProfilerConfig(Section):
     ] = None
     """`torch` writes a timeline of all processes, `torch_memory` memory snapshots (CUDA), `nsys` runs them under Nsight
     Systems (CUDA). null: no profile."""
-    steps: Annotated[list[Count], ReadIf("tool", (None,), is_listed=False)] = Field(
-        default_factory=list
-    )
+    steps: Annotated[list[Count], ReadIf("tool", (None,), is_listed=False)] = []
     """Training steps to profile, counted from 1."""
     save_path: PathText = "outputs/profile"
     """Directory for profiles."""

@@ -110,7 +110,7 @@ def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], 
     Returns:
         The tree, and file and line of each dotted key. Both are empty if the file cannot be read.
     """
-    places: dict[str, str] = {}
+    places = {}
     where = str(path)
     expected = "YAML"
     try:
@@ -154,7 +154,7 @@ def _note_places(
         places: file and line by dotted key; added to.
         problems: added to.
     """
-    lines: dict[str, int] = {}
+    lines = {}
     for name, value in node.value if isinstance(node, MappingNode) else ():
         if not isinstance(name, ScalarNode) or name.tag == _MERGE:
             continue

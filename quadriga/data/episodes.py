@@ -7,7 +7,6 @@ seed of an episode = 2 * hash(data.seed, number) for training, 2 * hash(...) + 1
 import hashlib
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,7 +33,7 @@ def with_episodes(config: Config) -> Config:
     env = config.env
     if env.name is None:
         return config
-    files: dict[str, Any] = {}
+    files = {}
     if not config.data.train_files:
         files["train_files"] = _write_rows(config, env.num_episodes, is_validation=False)
     if not config.data.val_files and env.num_val_episodes:

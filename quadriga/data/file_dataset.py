@@ -119,15 +119,13 @@ class FileDataset(Dataset, ABC):
             DataError: the rows or their order differ.
         """
         if state != self.state_dict():
-            got = f"{len(self)} rows that are not the {state['num_rows']} rows of the checkpoint"
-            fix = (
-                "Restore the files and data settings. Or begin a new run on these rows from the"
-                " saved weights: set another trainer.experiment_name, and"
-                " actor_rollout_ref.model.path=RUN/global_step_N."
-            )
             raise DataError(
                 self._key,
-                got=got,
+                got=f"{len(self)} rows that are not the {state['num_rows']} rows of the checkpoint",
                 expected="the data that the run began with, read with the same settings",
-                fix=fix,
+                fix=(
+                    "Restore the files and data settings. Or begin a new run on these rows from the"
+                    " saved weights: set another trainer.experiment_name, and"
+                    " actor_rollout_ref.model.path=RUN/global_step_N."
+                ),
             )

@@ -82,8 +82,8 @@ class RowTable:
 
     Args:
         path: the file.
-        rows: the rows, or with `json_columns` one column with the JSON text of each row.
-        json_columns: all columns that any row of a JSON file has. None: the file is Parquet.
+        rows: the rows; of a JSON file one column with the JSON text of each row.
+        json_columns: all columns that any row of a JSON file has.
         digest: SHA-256 of the whole file's content. None: computed when it is needed.
         first: number that the first row of the table has in the file; above 0 for a later block.
         chat_columns: columns with chats and tool schemas, whose null fields are dropped when rows
@@ -100,7 +100,7 @@ class RowTable:
         self,
         path: Path,
         rows: pa.Table,
-        json_columns: Sequence[str] | None = None,
+        json_columns: Iterable[str] = (),
         digest: str | None = None,
         first: int = 0,
         chat_columns: Sequence[str] = (),
@@ -111,9 +111,9 @@ class RowTable:
         self.path = path
         self.first = first
         self._rows = rows
-        self._is_json = json_columns is not None
-        self.columns = tuple(rows.column_names if json_columns is None else json_columns)
-        self.schema = rows.schema if json_columns is None else None
+        self._is_json = path.suffix.lower() in _JSON_SUFFIXES
+        self.columns = tuple(json_columns if self._is_json else rows.column_names)
+        self.schema = None if self._is_json else rows.schema
         self._digest = digest
         self._chat_columns = chat_columns
         self._entry = entry
@@ -255,8 +255,9 @@ def read_table(
     """
     suffix = path.suffix.lower()
     if suffix not in TABLE_SUFFIXES:
-        got = f"a {suffix or 'missing'} suffix"
-        raise DataError(str(path), got=got, expected=".parquet, .json or .jsonl")
+        raise DataError(
+            str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl"
+        )
 
     facts = _JsonFacts()
     digest: str | None = None
@@ -275,9 +276,7 @@ def read_table(
         else:
             num_bytes = path.stat().st_size
             schema = _JSON_TEXT_SCHEMA
-            batches = _read_json_batches(
-                path, facts, is_lines=suffix != ".json", keeps_bad=bad_lines is not None
-            )
+            batches = _read_json_batches(path, facts, keeps_bad=bad_lines is not None)
         if cache_dir is None or num_bytes < MAPPED_BYTES:
             rows = pa.Table.from_batches(batches, schema)
         else:
@@ -306,7 +305,15 @@ def read_table(
             expected="at least one row",
             fix="Write the file again or leave it out.",
         )
-    return _table_of_file(path, rows, facts, digest, entry, chat_columns)
+    return RowTable(
+        path,
+        rows,
+        facts.columns,
+        digest,
+        chat_columns=chat_columns,
+        entry=entry,
+        is_whole_file=True,
+    )
 
 
 def reopen_table(
@@ -328,7 +335,15 @@ def reopen_table(
     """
     if entry is not None:
         rows, facts = _open_cache_entry(entry)
-        return _table_of_file(path, rows, facts, digest, entry, chat_columns)
+        return RowTable(
+            path,
+            rows,
+            facts.columns,
+            digest,
+            chat_columns=chat_columns,
+            entry=entry,
+            is_whole_file=True,
+        )
     # The list is dropped: bad lines were reported when the file was read first.
     table = read_table(path, bad_lines=[], chat_columns=chat_columns)
     if table.digest != digest:
@@ -339,21 +354,6 @@ def reopen_table(
             fix="Leave the file as it is while it is read.",
         )
     return table
-
-
-def _table_of_file(
-    path: Path,
-    rows: pa.Table,
-    facts: _JsonFacts,
-    digest: str | None,
-    entry: Path | None,
-    chat_columns: Sequence[str],
-) -> RowTable:
-    """Make the table of a whole file. The columns of a JSON file are those in `facts`."""
-    json_columns = [*facts.columns] if path.suffix.lower() in _JSON_SUFFIXES else None
-    return RowTable(
-        path, rows, json_columns, digest, chat_columns=chat_columns, entry=entry, is_whole_file=True
-    )
 
 
 def read_blocks(
@@ -406,20 +406,13 @@ def _read_json_blocks(
     """Read the rows of a JSON file block by block, as `read_blocks` does."""
     first = 0
     facts = _JsonFacts()
-    batches = _read_json_batches(
-        path,
-        facts,
-        num_rows,
-        is_lines=path.suffix.lower() != ".json",
-        keeps_bad=bad_lines is not None,
-    )
-    for batch in batches:
+    for batch in _read_json_batches(path, facts, num_rows, keeps_bad=bad_lines is not None):
         if first >= start:
             if bad_lines is not None:
                 bad_lines += _bad_line_errors(path, facts)
             if len(batch):
                 rows = pa.Table.from_batches([batch])
-                yield RowTable(path, rows, list(facts.columns), first=first)
+                yield RowTable(path, rows, facts.columns, first=first)
         # Bad lines are reported once, with the block that they stand in; those before `start` never.
         facts.bad.clear()
         first += len(batch)
@@ -427,10 +420,9 @@ def _read_json_blocks(
 
 def _bad_line_errors(path: Path, facts: _JsonFacts) -> list[DataError]:
     """Make an error for each bad line of a file."""
-    errors = []
-    for line, got, expected in facts.bad:
-        errors.append(DataError(f"{path} {line}", got=got, expected=expected))
-    return errors
+    return [
+        DataError(f"{path} {line}", got=got, expected=expected) for line, got, expected in facts.bad
+    ]
 
 
 def _damaged_file_error(path: Path, error: Exception) -> DataError:
@@ -439,9 +431,11 @@ def _damaged_file_error(path: Path, error: Exception) -> DataError:
     reason = str(error).strip().partition("\n")[0]
     size = path.stat().st_size
     kind = "parquet" if path.suffix.lower() in _PARQUET_SUFFIXES else "JSON"
-    got = f"{size} bytes that are no whole {kind} file ({reason})" if size else "an empty file"
     return DataError(
-        str(path), got=got, expected=f"a {kind} file", fix="Write or download it again."
+        str(path),
+        got=f"{size} bytes that are no whole {kind} file ({reason})" if size else "an empty file",
+        expected=f"a {kind} file",
+        fix="Write or download it again.",
     )
 
 
@@ -501,12 +495,7 @@ def _open_cache_entry(entry: Path) -> tuple[pa.Table, _JsonFacts]:
 
 
 def _read_json_batches(
-    path: Path,
-    facts: _JsonFacts,
-    num_rows: int = _MAX_BATCH_ROWS,
-    *,
-    is_lines: bool,
-    keeps_bad: bool,
+    path: Path, facts: _JsonFacts, num_rows: int = _MAX_BATCH_ROWS, *, keeps_bad: bool
 ) -> Iterator[pa.RecordBatch]:
     """Read the rows of a JSON file as texts, after checking that each is an object.
 
@@ -514,7 +503,6 @@ def _read_json_batches(
         path: the file.
         facts: columns and bad lines are added to it.
         num_rows: most rows of a batch.
-        is_lines: whether each line is a row. Otherwise the file may also be one list of rows.
         keeps_bad: whether bad lines are added to `facts`. Otherwise the first one raises an error.
 
     Returns:
@@ -523,9 +511,9 @@ def _read_json_batches(
     Raises:
         DataError: a line is bad, and `keeps_bad` is false.
     """
-    texts: list[str] = []
+    texts = []
     num_bytes = 0
-    for line, raw in _read_json_texts(path, is_lines=is_lines):
+    for line, raw in _read_json_texts(path):
         try:
             text = raw.decode()
             row = json.loads(text)
@@ -554,12 +542,8 @@ def _read_json_batches(
     yield pa.record_batch([texts], schema=_JSON_TEXT_SCHEMA)
 
 
-def _read_json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
-    """Read the text of each row of a JSON file.
-
-    Args:
-        path: the file.
-        is_lines: whether each line is a row. Otherwise the file may also be one list of rows.
+def _read_json_texts(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Read the text of each row of a JSON file, which has a row per line, or is one list of rows.
 
     Returns:
         Pairs of the row's place, for errors ("line 3"), and its text.
@@ -570,13 +554,13 @@ def _read_json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes
         first_byte = file.tell() if has_mark else 0
         file.seek(first_byte)
 
-        # A file with the suffix `.json` is a list if its first character is a bracket.
-        first_character = b"" if is_lines else file.read(1)
+        # A list of rows begins with a bracket.
+        first_character = file.read(1)
         while first_character.isspace():
             first_character = file.read(1)
         file.seek(first_byte)
 
-        if first_character != b"[":
+        if path.suffix.lower() != ".json" or first_character != b"[":
             # Lines of a binary file end at "\n" only: a JSON string may contain U+2028 and U+0085.
             for number, line in enumerate(file, start=1):
                 if line.strip():
@@ -585,11 +569,13 @@ def _read_json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes
         try:
             rows = json.load(file)
         except UnicodeDecodeError as error:
-            got = f"bytes that are not UTF-8 ({error})"
-            raise DataError(str(path), got=got, expected="text in UTF-8") from error
+            raise DataError(
+                str(path), got=f"bytes that are not UTF-8 ({error})", expected="text in UTF-8"
+            ) from error
         except (ValueError, RecursionError) as error:
-            got = f"text that is no JSON ({error})"
-            raise DataError(str(path), got=got, expected="a list of JSON objects") from error
+            raise DataError(
+                str(path), got=f"text that is no JSON ({error})", expected="a list of JSON objects"
+            ) from error
         for number, row in enumerate(rows):
             yield f"row {number}", json.dumps(row).encode()
 
@@ -613,7 +599,7 @@ def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> lis
     if not name_list or not all(str(name) for name in name_list):
         raise DataError(where, got="no file", expected="a path, a glob, a URL or a list of these")
     cache = Path(cache_dir).expanduser() / "files"
-    files: list[Path] = []
+    files = []
     for name in name_list:
         files += _resolve(str(name), cache, where)
     return files
@@ -638,17 +624,21 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         filesystem.invalidate_cache()  # the process may have listed an earlier version
         paths = sorted(filesystem.glob(root)) if is_pattern else [root]
         if not paths:
-            got = f"{name!r}, which matches no file"
-            raise DataError(where, got=got, expected="at least one file")
+            raise DataError(
+                where, got=f"{name!r}, which matches no file", expected="at least one file"
+            )
         if not isinstance(filesystem, LocalFileSystem):
             return [_copy_to_cache(filesystem, path, cache) for path in paths]
     except DataError:
         raise
     except Exception as error:
         # Each store has exceptions of its own, which often do not name the file.
-        got = f"{name!r}: {type(error).__name__}: {error}"
-        fix = "Check the address, the credentials, and the package for this kind of store."
-        raise DataError(where, got=got, expected="a file that fsspec can open", fix=fix) from error
+        raise DataError(
+            where,
+            got=f"{name!r}: {type(error).__name__}: {error}",
+            expected="a file that fsspec can open",
+            fix="Check the address, the credentials, and the package for this kind of store.",
+        ) from error
     files = [Path(path) for path in paths]
     for file in files:
         _require_file(file, where)
@@ -666,8 +656,9 @@ def _require_file(file: Path, where: str) -> None:
             )
         raise DataError(where, got=f"{file}, a folder", expected="files", fix=fix)
     if not file.is_file():
-        got = f"{file}, which does not exist"
-        raise DataError(where, got=got, expected="a file", fix="Check the path.")
+        raise DataError(
+            where, got=f"{file}, which does not exist", expected="a file", fix="Check the path."
+        )
 
 
 def _download_to_cache(url: str, cache: Path, where: str) -> Path:
@@ -676,7 +667,7 @@ def _download_to_cache(url: str, cache: Path, where: str) -> Path:
         with document(url, SILENCE_S) as (headers, chunks):
             # Servers differ in which of these headers they send.
             version = [headers.get(name) for name in ("etag", "last-modified", "content-length")]
-            target = cache / _cache_name(url, (url, version))
+            target = cache / _cache_name(url, version)
             # Without any of these headers the document may have changed, so it is copied again.
             if target.is_file() and any(version):
                 return target
@@ -693,21 +684,29 @@ def _download_to_cache(url: str, cache: Path, where: str) -> Path:
                     num_bytes += len(chunk)
             return target
     except ServerLostError as error:
-        fix = "Check the address and the network, or download it and name the file."
-        raise DataError(where, got=f"{url!r}: {error}", expected="a file", fix=fix) from error
+        raise DataError(
+            where,
+            got=f"{url!r}: {error}",
+            expected="a file",
+            fix="Check the address and the network, or download it and name the file.",
+        ) from error
 
 
 def _refuse_web_page(first_chunk: bytes, url: str, where: str) -> None:
     """Raise a DataError if a document is an HTML page, such as one that asks for a login."""
     beginning = first_chunk.lstrip()[:14].lower()
     if beginning.startswith((b"<!doctype html", b"<html")):
-        fix = "Name the file itself (on the hub /resolve/, not /blob/), or log in."
-        raise DataError(where, got=f"{url!r}, a page of HTML", expected="a data file", fix=fix)
+        raise DataError(
+            where,
+            got=f"{url!r}, a page of HTML",
+            expected="a data file",
+            fix="Name the file itself (on the hub /resolve/, not /blob/), or log in.",
+        )
 
 
-def _cache_name(url: str, identity: tuple[Any, ...]) -> str:
-    """Name of a remote file's copy: a hash of `identity` (URL, size, version), then its own name."""
-    key = hashlib.sha256(repr(identity).encode()).hexdigest()[:20]
+def _cache_name(url: str, *version: Any) -> str:
+    """Name of a remote file's copy: a hash of its URL and its version, then its own name."""
+    key = hashlib.sha256(repr((url, *version)).encode()).hexdigest()[:20]
     return f"{key}-{PurePosixPath(urlsplit(url).path).name}"
 
 
@@ -715,11 +714,10 @@ def _copy_to_cache(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path
     """Copy a remote file into the cache, unless its current version is there; return the copy."""
     info = filesystem.info(path)
     url = filesystem.unstrip_protocol(path)
-    version = []
-    for key, value in info.items():
-        if key.lower() in _VERSION_FIELDS:
-            version.append((key, str(value)))
-    target = cache / _cache_name(url, (url, info.get("size"), sorted(version)))
+    version = sorted(
+        (key, str(value)) for key, value in info.items() if key.lower() in _VERSION_FIELDS
+    )
+    target = cache / _cache_name(url, info.get("size"), version)
     if not target.is_file():
         with written_aside(target, where="data.cache_dir") as draft:
             try:
@@ -835,7 +833,6 @@ def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, whe
     Raises:
         DataError: parquet cannot hold a value either, or the file cannot be written.
     """
-    make_directory(folder, where=where)
     try:
         lines = []
         for row in rows:

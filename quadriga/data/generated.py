@@ -151,11 +151,12 @@ class DynamicGenDataset(Dataset):
         where = f"{_WHERE} {type(self.data_generator).__name__}.generate"
         # A value that cannot be iterated over is reported below, as a wrong row.
         rows = list(new_dataframe) if isinstance(new_dataframe, Iterable) else [new_dataframe]
-        empty_row: dict[str, None] = {}
+        empty_row = {}
         for row in rows:
             if not isinstance(row, Mapping):
-                expected = "rows, each a dictionary of columns"
-                raise DataError(where, got=shortened(row), expected=expected)
+                raise DataError(
+                    where, got=shortened(row), expected="rows, each a dictionary of columns"
+                )
             empty_row |= dict.fromkeys(row)
         if not rows:
             return

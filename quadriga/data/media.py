@@ -47,9 +47,8 @@ def read_prompt(
         # Otherwise images would be dropped in silence, and their places would be text.
         refuse_media(messages, media, config, where=where)
         return messages, [[], []]
-    row_images = media.get("image", ())
     messages, images, videos = with_parts(
-        messages, row_images, media.get("video"), where=prompt_place
+        messages, media.get("image", ()), media.get("video"), where=prompt_place
     )
     return messages, [images, videos]
 
@@ -98,7 +97,7 @@ def with_parts(
     if videos is not None:
         tags["video"] = VIDEO
     new_messages = []
-    parts: list[dict[str, Any]] = []
+    parts = []
     for message in messages:
         content = _as_parts(message.get("content"), tags, where)
         new_messages.append({**message, "content": content})
@@ -171,9 +170,12 @@ def refuse_media(
         if row_media:
             name = f"{kind}s"
             place = f"{where}, column {getattr(config, f'{kind}_key')!r}"
-        got = f"{name}, for a text-only model"
-        fix = f"Use such a model, or set data.{kind}_key=null to train on the text alone."
-        raise DataError(place, got=got, expected=expected, fix=fix)
+        raise DataError(
+            place,
+            got=f"{name}, for a text-only model",
+            expected=expected,
+            fix=f"Use such a model, or set data.{kind}_key=null to train on the text alone.",
+        )
     # Parts that are all text have been joined into one text before.
     if any(isinstance(content, list) for content in contents):
         raise DataError(
@@ -206,7 +208,7 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
     if isinstance(content, str):
         has_tags = any(tag in content for tag in kinds)
         return _split_at_tags(content, kinds) if has_tags else content
-    parts: list[dict[str, Any]] = []
+    parts = []
     for part in content:
         fields = {}
         if isinstance(part, Mapping):
@@ -237,7 +239,7 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
 
 def _split_at_tags(text: str, kinds: Mapping[str, str]) -> list[dict[str, Any]]:
     """Split a text into parts: one for each tag, with its kind, and one for each text between."""
-    parts: list[dict[str, Any]] = []
+    parts = []
     # With a group in its expression, `split` returns the separators too.
     for piece in re.split(f"({'|'.join(kinds)})", text):
         if piece in kinds:

@@ -107,17 +107,19 @@ def _lengths_of_ends(length: int, max_length: int, mode: str, where: str) -> tup
     """
     modes = get_args(Truncation)
     if mode not in modes:
-        expected = f"one of {', '.join(modes)}"
-        raise DataError("data.truncation", got=repr(mode), expected=expected)
+        raise DataError("data.truncation", got=repr(mode), expected=f"one of {', '.join(modes)}")
     if length <= max_length:
         return length, 0
     if mode == "error":
-        fix = (
-            "Raise that length, leave such rows out with data.filter_overlong_prompts=true,"
-            " or cut them with data.truncation=left, right or middle."
+        raise DataError(
+            where,
+            got=f"{length} tokens",
+            expected=f"at most data.max_prompt_length={max_length}",
+            fix=(
+                "Raise that length, leave such rows out with data.filter_overlong_prompts=true,"
+                " or cut them with data.truncation=left, right or middle."
+            ),
         )
-        expected = f"at most data.max_prompt_length={max_length}"
-        raise DataError(where, got=f"{length} tokens", expected=expected, fix=fix)
     head = 0
     if mode == "right":
         head = max_length
@@ -172,8 +174,11 @@ def _check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         raise DataError("collate_fn", got="no rows", expected="at least one")
     for row in rows:
         if not isinstance(row, Mapping):
-            got = f"a {type(row).__name__}"
-            raise DataError("collate_fn", got=got, expected="rows, each a dictionary of columns")
+            raise DataError(
+                "collate_fn",
+                got=f"a {type(row).__name__}",
+                expected="rows, each a dictionary of columns",
+            )
     first_keys = set(rows[0])
     for position, row in enumerate(rows):
         differing_keys = set(row) ^ first_keys

@@ -154,8 +154,7 @@ def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
     Raises:
         DataError: as for `read_picture`.
     """
-    source = find_source(value, folder, where, "image", _FORMS)
-    with _open_picture(source, where) as picture:
+    with _open_picture(find_source(value, folder, where, "image", _FORMS), where) as picture:
         width, height = picture.size
         # The header has the size before the orientation is applied.
         orientation = picture.getexif().get(ExifTags.Base.Orientation)
@@ -207,15 +206,21 @@ def _unreadable_error(error: Exception, source: Any, where: str) -> DataError:
     # Some of Pillow's errors have no text, some have several lines.
     reason = (str(error) or type(error).__name__).strip().partition("\n")[0]
     if isinstance(error, Image.DecompressionBombError):
-        got = f"an image that is too large ({reason})"
-        expected = f"at most {MAX_PIXELS} pixels"
-        return DataError(where, got=got, expected=expected, fix="Make it smaller.")
+        return DataError(
+            where,
+            got=f"an image that is too large ({reason})",
+            expected=f"at most {MAX_PIXELS} pixels",
+            fix="Make it smaller.",
+        )
     if isinstance(error, UnidentifiedImageError):
         name = _format_of(source)
         if name:
-            got = f"an image in {name}"
-            expected = ", ".join(_FORMATS)
-            return DataError(where, got=got, expected=expected, fix="Save it as one of these.")
+            return DataError(
+                where,
+                got=f"an image in {name}",
+                expected=", ".join(_FORMATS),
+                fix="Save it as one of these.",
+            )
     return DataError(
         where,
         got=f"{describe_source(source)}, which is no image that can be read ({reason})",
@@ -268,8 +273,12 @@ def find_source(value: Any, folder: Path, where: str, kind: str, expected: str) 
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if not isinstance(value, str | Path):
-        fix = f"Correct the row, or set data.{kind}_key to the column that holds the {kind}s."
-        raise DataError(where, got=f"the {kind} {shortened(value)}", expected=expected, fix=fix)
+        raise DataError(
+            where,
+            got=f"the {kind} {shortened(value)}",
+            expected=expected,
+            fix=f"Correct the row, or set data.{kind}_key to the column that holds the {kind}s.",
+        )
     return _find_file(str(value), folder, where, kind)
 
 

@@ -240,13 +240,12 @@ class PromptMeter:
         if tools:
             notes |= WITH_TOOLS
         # If the messages name every tool, the check above says nothing about the template.
-        if tools and all(name in str(messages) for name in tool_names):
-            text_without_tools = self.encoder.render(messages, where=prompt_place)
-            if text == text_without_tools:
-                # Not only a part of a longer word. Letters of other scripts separate words.
-                names = "|".join(map(re.escape, tool_names))
-                named = re.search(rf"(?<!\w)(?:{names})(?!\w)", text, re.ASCII)
-                notes += UNWRITTEN_TOOLS if named else UNNAMED_TOOLS
+        names_all_tools = tools and all(name in str(messages) for name in tool_names)
+        if names_all_tools and text == self.encoder.render(messages, where=prompt_place):
+            # Not only a part of a longer word. Letters of other scripts separate words.
+            names = "|".join(map(re.escape, tool_names))
+            named = re.search(rf"(?<!\w)(?:{names})(?!\w)", text, re.ASCII)
+            notes += UNWRITTEN_TOOLS if named else UNNAMED_TOOLS
         # A hash that is equal in all processes, unlike that of `hash`. 0 is for bad rows.
         order = repr(role_order(messages, has_tools=bool(tools)))
         return _RenderedPrompt(text, num_media_tokens, notes, zlib.crc32(order.encode()) or 1)
@@ -324,7 +323,11 @@ def prompt_lengths(
             with np.load(entry, allow_pickle=False) as archive:
                 measured = archive["lengths"]
             if measured.shape == (len(table),) and measured.dtype == MEASURED:
-                return measured, _errors_of_bad_rows(measured, table, meter)
+                # The cache does not hold the errors of bad rows, so these are measured again.
+                errors = []
+                for number in np.flatnonzero(measured["tokens"] == BAD).tolist():
+                    errors += meter.measure(table, range(number, number + 1))[1]
+                return measured, errors
             reason = f"{measured.dtype} {measured.shape} for {len(table)} rows"
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             reason = str(error)
@@ -342,22 +345,10 @@ def prompt_lengths(
     return measured, errors
 
 
-def _errors_of_bad_rows(
-    measured: np.ndarray, table: RowTable, meter: PromptMeter
-) -> list[DataError]:
-    """Measure the bad rows of a stored result again, because the cache does not hold their errors."""
-    errors: list[DataError] = []
-    for number in np.flatnonzero(measured["tokens"] == BAD).tolist():
-        _, row_errors = meter.measure(table, range(number, number + 1))
-        errors += row_errors
-    return errors
-
-
 def _measure_file(table: RowTable, meter: PromptMeter, num_workers: int) -> Measurements:
     """Measure every prompt of a file, batch by batch."""
-    batches = []
-    for start in range(0, len(table), BATCH_ROWS):
-        batches.append(range(start, min(start + BATCH_ROWS, len(table))))
+    all_rows = range(len(table))
+    batches = [all_rows[start : start + BATCH_ROWS] for start in all_rows[::BATCH_ROWS]]
     # At most one process for each batch.
     num_workers = min(num_workers, len(batches))
     results: dict[int, Measurements] = {}  # by number of the batch
@@ -374,7 +365,7 @@ def _measure_file(table: RowTable, meter: PromptMeter, num_workers: int) -> Meas
                 results[number] = meter.measure(table, rows)
     # Processes finish batches in any order, so the results are put in that of the rows.
     measured_batches = []
-    errors: list[DataError] = []
+    errors = []
     for number in range(len(batches)):
         measured, batch_errors = results[number]
         measured_batches.append(measured)

@@ -80,7 +80,7 @@ class RMDataset(TokenizedRows[TokenizedPair]):
             place = f"{where}, {column}"
             response = row[column]
             prompt = row.get(self.config.prompt_key)
-            prompt_messages: Messages = []
+            prompt_messages = []
             if prompt is not None:
                 prompt_messages = as_messages(prompt, where=place)
             if isinstance(response, str):

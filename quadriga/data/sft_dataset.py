@@ -333,7 +333,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
             return columns
 
         # Empty for a row without images: rows of a batch need equal columns.
-        inputs: dict[str, torch.Tensor] = {}
+        inputs = {}
         if media is not None:
             inputs = self._load_media_inputs(media)
         positions = []
@@ -388,10 +388,9 @@ class TokenizedRows(FileDataset, Generic[Row]):
         if self.processor is not None:
             return with_parts(chat, media.get("image", ()), media.get("video"), where=where)
         # Texts are not checked: a tag such as `<image>` may be HTML that the model is to write.
-        chat_without_texts = []
-        for message in chat:
-            if not isinstance(message.get("content"), str):
-                chat_without_texts.append(message)
+        chat_without_texts = [
+            message for message in chat if not isinstance(message.get("content"), str)
+        ]
         column = getattr(self.config, self.columns[0])
         refuse_media(chat_without_texts, media, self.config, where=where, column=repr(column))
         return chat, [], []
@@ -416,7 +415,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         if chat_in_json(row.get(getattr(self.config, chat_key))):
             self.num_chats_in_json += 1
 
-        parts: list[TextPart] = []
+        parts = []
         media_by_chat = []
         for place, row_chat in self.chats_of(row, where):
             chat, images, videos = self._with_media_parts(row, row_chat, place)
@@ -511,9 +510,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
             value: Any = row
             for part in name.split("."):
                 if not isinstance(value, dict) or part not in value:
-                    got = f"no {part!r} in {shortened(value)}"
-                    expected = f"the value that data.{key}={name} names"
-                    raise DataError(where, got=got, expected=expected)
+                    raise DataError(
+                        where,
+                        got=f"no {part!r} in {shortened(value)}",
+                        expected=f"the value that data.{key}={name} names",
+                    )
                 value = value[part]
             row[name] = value
         return row
@@ -559,7 +560,7 @@ def _count_media(chat: Messages) -> tuple[int, int]:
     # Number of messages up to and including the last response.
     end = len(roles) - roles[::-1].index(ASSISTANT)
     # Types of all content parts: "text", "image" or "video".
-    kinds: list[str] = []
+    kinds = []
     for message in chat[:end]:
         content = message.get("content")
         if isinstance(content, list):
@@ -595,7 +596,7 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         return [(where, as_messages(prompt, where=where, key="messages_key"))]
 
     def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
-        options: dict[str, Any] = {}
+        options = {}
         if row.get(THINKING) is not None:
             options[THINKING] = bool(row[THINKING])
         key = self.config.tools_key
@@ -651,8 +652,12 @@ class SFTDataset(MultiTurnSFTDataset):
     def chats_of(self, row: dict[str, Any], where: str) -> list[tuple[str, Messages]]:
         response = row[self.config.response_key]
         if not isinstance(response, str):
-            fix = "Correct the row, or name the column with data.response_key."
-            raise DataError(where, got=f"the response {response!r}", expected="text", fix=fix)
+            raise DataError(
+                where,
+                got=f"the response {response!r}",
+                expected="text",
+                fix="Correct the row, or name the column with data.response_key.",
+            )
         messages = as_messages(row[self.config.prompt_key], where=where)
         return [(where, [*messages, {"role": ASSISTANT, "content": response}])]
 
@@ -694,8 +699,11 @@ def text_parts(
             fix="Leave the row out, or name the column of the whole chat with data.messages_key.",
         )
     if turns[0] == 0:
-        got = "a chat that begins with the assistant"
-        raise DataError(where, got=got, expected="a prompt before the response")
+        raise DataError(
+            where,
+            got="a chat that begins with the assistant",
+            expected="a prompt before the response",
+        )
     render = partial(encoder.render, where=where, tools=tools, **options)
     parts = []
     previous_text = ""
@@ -770,8 +778,8 @@ def join_parts(
         The token ids, and which of them are learned, [L].
     """
     end_ids = {*stop_token_ids} if eos_token_id is None else {eos_token_id, *stop_token_ids}
-    ids: list[int] = []
-    learned: list[bool] = []
+    ids = []
+    learned = []
     is_open = False  # whether the previous part is a response without an end
     for number, (part, is_learned) in enumerate(zip(parts, is_response, strict=True)):
         tokens = list(part)
@@ -806,7 +814,7 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
     Raises:
         DataError: the value has another form.
     """
-    tools: list[Any] = []
+    tools = []
     try:
         # Many data sets have schemas as JSON, since a column of Parquet cannot hold different structs.
         schemas = json.loads(value) if isinstance(value, str) and value else value

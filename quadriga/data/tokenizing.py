@@ -247,13 +247,9 @@ def chat_in_json(value: Any) -> Messages:
         chat = json.loads(value)
     except (ValueError, RecursionError):
         return []
-    for message in chat:
-        # The text may be a list without being a chat, such as an exercise about lists.
-        if not isinstance(message, dict) or "content" not in message:
-            return []
-        if not isinstance(message.get("role"), str):
-            return []
-    return chat
+    # The text may be a list without being a chat, such as an exercise about lists.
+    is_chat = _is_message_list(chat) and all("content" in message for message in chat)
+    return chat if is_chat else []
 
 
 class ChatEncoder:
@@ -475,8 +471,7 @@ class ChatEncoder:
             # Some templates write the date into the prompt.
             "date": str(date.today()) if "strftime_now" in json.dumps(template) else "",
         }
-        text = json.dumps(facts, sort_keys=True, default=repr)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def describe_template_check(num_orders: int) -> str:

@@ -57,7 +57,6 @@ class Video:
         width: width in pixels.
         read: reads the frames with the given numbers, which must ascend, [H, W, 3] uint8 each.
         source: the file, or its bytes. None: the video came as frames.
-        seconds: duration of a file. None: it follows from `fps`.
     """
 
     num_frames: int
@@ -66,7 +65,6 @@ class Video:
     width: int
     read: Callable[[Sequence[int]], Iterator[np.ndarray]]
     source: Path | io.BytesIO | None = None
-    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +198,8 @@ class FrameRules:
                 )
         # Some files have the bounds of a frame under `size`.
         size = settings.get("size") or {}
+        writes_times = model_type in TIME_TEXT_TYPES
+        pixel_keys = ("min_pixels", "max_pixels")
         rules = cls(
             patch_size=settings.get("patch_size") or patch_size,
             temporal_patch_size=settings.get("temporal_patch_size") or 2,
@@ -209,16 +209,14 @@ class FrameRules:
             mean=tuple(settings.get("image_mean") or mean),
             std=tuple(settings.get("image_std") or std),
             scale=settings.get("rescale_factor") or 1 / 255,
-            writes_times=model_type in TIME_TEXT_TYPES,
-            limits_whole_clip=model_type in TIME_TEXT_TYPES,
+            writes_times=writes_times,
+            # As options, these keys limit each image, and so each frame.
+            limits_whole_clip=writes_times and options.keys().isdisjoint(pixel_keys),
             max_duration_s=max_duration_s,
             fps=settings.get("fps") or _FPS,
             min_frames=settings.get("min_frames") or _MIN_FRAMES,
             max_frames=settings.get("max_frames") or _MAX_FRAMES,
         )
-        if {"min_pixels", "max_pixels"} & options.keys():
-            # As options, these keys limit each image, and so each frame.
-            rules = replace(rules, limits_whole_clip=False)
         return replace(rules, **options)
 
     def clip(self, video: Video, *, where: str) -> Clip:
@@ -332,7 +330,8 @@ class FrameRules:
             The numbers of the frames.
         """
         last = video.num_frames - 1
-        duration_s = video.seconds or round(last / fps) + 1
+        # As in transformers, which knows the duration of a file.
+        duration_s = video.num_frames / fps if video.source else round(last / fps) + 1
         max_count = int(max_duration_s * self.fps)
         if duration_s <= max_duration_s:
             count = max(int(duration_s * self.fps), 1)
@@ -435,13 +434,14 @@ def video_settings(path: str | Path) -> dict[str, Any]:
     Args:
         path: the model's folder or its name on the hub.
     """
-    # With these options, `cached_file` returns None for a file that is not there.
-    no_errors = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
     for name in FILES:
-        file = cached_file(path, name, **no_errors)
+        # With these options it returns None for a file that is not there.
+        file = cached_file(
+            path,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
         if file is None:
             continue
         settings = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -488,8 +488,9 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
             )
         value = fields[names[0]]
     if fps is not None and not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
-        expected = "frames for each second, above 0"
-        raise DataError(where, got=f"fps {shortened(fps)}", expected=expected)
+        raise DataError(
+            where, got=f"fps {shortened(fps)}", expected="frames for each second, above 0"
+        )
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return _video_of_list(list(value), fps, folder, where)
     if isinstance(value, np.ndarray | torch.Tensor):
@@ -515,17 +516,23 @@ def _video_of_list(values: list[Any], fps: float | None, folder: Path, where: st
         try:
             array = np.asarray(values)
         except ValueError as error:
-            got = f"a video of uneven lists ({error})"
-            raise DataError(where, got=got, expected=_FORMS) from error
+            raise DataError(
+                where, got=f"a video of uneven lists ({error})", expected=_FORMS
+            ) from error
         return _video_of_array(array, fps, where)
     places = [f"{where}, frame {number}" for number in range(len(values))]
-    sizes = set()
-    for value, place in zip(values, places, strict=True):
-        sizes.add(picture_size(value, folder=folder, where=place))
+    sizes = {
+        picture_size(value, folder=folder, where=place)
+        for value, place in zip(values, places, strict=True)
+    }
     if len(sizes) > 1:
         examples = [f"{height} by {width}" for height, width in sorted(sizes)[:2]]
-        got = f"frames of {len(sizes)} sizes, such as {' and '.join(examples)}"
-        raise DataError(where, got=got, expected="frames of one size", fix="Resize them.")
+        raise DataError(
+            where,
+            got=f"frames of {len(sizes)} sizes, such as {' and '.join(examples)}",
+            expected="frames of one size",
+            fix="Resize them.",
+        )
 
     def read(indices: Sequence[int]) -> Iterator[np.ndarray]:
         for index in indices:
@@ -569,14 +576,18 @@ def _video_of_file(source: Path | io.BytesIO, where: str) -> Video:
         # A header may promise frames that are not there.
         first_frame = next(container.decode(stream), None)
         if first_frame is None or not count or not fps:
-            got = f"a video without frames ({describe_source(source)})"
-            raise DataError(where, got=got, expected="at least one frame", fix="Leave it out.")
+            raise DataError(
+                where,
+                got=f"a video without frames ({describe_source(source)})",
+                expected="at least one frame",
+                fix="Leave it out.",
+            )
         height, width, _ = _upright_pixels(first_frame).shape
 
     def read(indices: Sequence[int]) -> Iterator[np.ndarray]:
         return _decode_frames(source, fps, indices, where)
 
-    return Video(count, fps, height, width, read, source, count / fps)
+    return Video(count, fps, height, width, read, source)
 
 
 def _decode_frames(
@@ -603,10 +614,11 @@ def _decode_frames(
         start = stream.start_time or 0
         unit = float(stream.time_base)
         # Numbers of the key frames; empty with older versions of PyAV, and for files without an index.
-        key_frames = []
-        for entry in getattr(stream, "index_entries", ()):
-            if entry.is_keyframe:
-                key_frames.append(round((entry.timestamp - start) * unit * fps))
+        key_frames = [
+            round((entry.timestamp - start) * unit * fps)
+            for entry in getattr(stream, "index_entries", ())
+            if entry.is_keyframe
+        ]
         frames = container.decode(stream)
         frame = None
         position = -1  # number of the frame that was decoded last

@@ -60,7 +60,7 @@ class VisionPrompt:
 
     def columns(self) -> dict[str, Any]:
         """The prompt's entries in the batch's non-tensor columns: ids, images, videos and inputs."""
-        data: dict[str, Any] = {}
+        data = {}
         if self.pictures:
             data["image"] = list(self.pictures)
         if self.clips:
@@ -107,8 +107,11 @@ class VisionProcessor:
         # By prefix, because classes with the suffix `Fast` order the patches alike. Others do not.
         supported = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
         if not class_name.startswith(supported):
-            expected = f"{' or '.join(supported)}, those of {', '.join(VISION_TYPES)}"
-            raise DataError(f"image processor of {self.name}", got=class_name, expected=expected)
+            raise DataError(
+                f"image processor of {self.name}",
+                got=class_name,
+                expected=f"{' or '.join(supported)}, those of {', '.join(VISION_TYPES)}",
+            )
 
     @property
     def media_ids(self) -> tuple[int, ...]:
@@ -141,7 +144,7 @@ class VisionProcessor:
         Raises:
             DataError: the processor refuses an image, or takes no videos.
         """
-        inputs: dict[str, torch.Tensor] = {}
+        inputs = {}
         if pictures:
             try:
                 processed = self.image_processor(images=list(pictures), return_tensors="pt")
@@ -201,10 +204,10 @@ class VisionProcessor:
         Raises:
             DataError: as for `prompt`.
         """
-        pictures = []
-        for number, image in enumerate(images):
-            place = f"{where}, image {number}"
-            pictures.append(read_picture(image, folder=Path(), where=place))
+        pictures = [
+            read_picture(image, folder=Path(), where=f"{where}, image {number}")
+            for number, image in enumerate(images)
+        ]
         # Frames are resized already; `Clip.of` only wraps them.
         clips = clips_of(videos)
         return self.prompt(ids, pictures, sys.maxsize, where=where, clips=clips, encode=encode)
@@ -239,8 +242,7 @@ class VisionProcessor:
         clips = []
         for value, place in _list_with_places(videos, "video", config.video_key, where):
             rules = self.frame_rules(place)
-            video = open_video(value, folder=folder, where=place)
-            clips.append(rules.clip(video, where=place))
+            clips.append(rules.clip(open_video(value, folder=folder, where=place), where=place))
         return num_embeddings, clips
 
     def frame_rules(self, where: str) -> FrameRules:
@@ -415,7 +417,7 @@ class VisionProcessor:
         Returns:
             The expanded token ids, [P].
         """
-        expanded_ids: list[int] = []
+        expanded_ids = []
         for token in ids:
             if token == self.image_token_id:
                 expanded_ids += [token] * next(counts)
@@ -448,7 +450,7 @@ class VisionProcessor:
         assert encode is not None, "times are tokenized"
         start, end = self.bounds
         times = rules.times(clip)
-        ids: list[int] = []
+        ids = []
         if self.video_bounds is not None:
             # GLM-4V: whole seconds after the embeddings.
             for time_ids in encode([str(int(second)) for second in times]):
@@ -528,12 +530,13 @@ class VisionProcessor:
         """Kind of each expanded token: 1 for an image's embedding, 2 for a video's, 0 for text."""
         tokens = np.array(ids)
         is_image = tokens == self.image_token_id
-        if self.video_bounds is None:
-            return (is_image + 2 * (tokens == self.video_token_id)).tolist()
-        # Inside a video, one more video has begun than has ended.
-        first, last = self.video_bounds
-        is_inside = np.cumsum(tokens == first) > np.cumsum(tokens == last)
-        return (is_image * (1 + is_inside)).tolist()
+        is_video = tokens == self.video_token_id
+        if self.video_bounds is not None:
+            # Videos use the image token. Inside a video, one more video has begun than has ended.
+            first, last = self.video_bounds
+            is_inside = np.cumsum(tokens == first) > np.cumsum(tokens == last)
+            is_video = is_image & is_inside
+        return np.where(is_video, 2, is_image).tolist()
 
     def _grids_of_video_runs(
         self, grids: torch.Tensor | None, seconds: torch.Tensor | None
@@ -688,16 +691,16 @@ def read_media(
         DataError: an image or a video is wrong; it names its column and number.
     """
     images, videos = media
-    pictures = []
-    for image, place in _list_with_places(images, "image", config.image_key, where):
-        pictures.append(read_picture(image, folder=folder, where=place))
+    pictures = [
+        read_picture(image, folder=folder, where=place)
+        for image, place in _list_with_places(images, "image", config.image_key, where)
+    ]
     clips = []
     for value, place in _list_with_places(videos, "video", config.video_key, where):
         # Without a processor there are no videos.
         assert processor is not None
         rules = processor.frame_rules(place)
-        video = open_video(value, folder=folder, where=place)
-        clips.append(rules.read(video, where=place))
+        clips.append(rules.read(open_video(value, folder=folder, where=place), where=place))
     return pictures, clips
 
 

@@ -41,8 +41,12 @@ def traits_of(name: str) -> EngineTraits:
     fix = did_you_mean(name, ENGINES) or f"Leave it out for {DEFAULT_ENGINE}."
     if name.endswith(".py"):
         fix = f"Say which class to take: {name}:MyEngine."
-    expected = f"one of {', '.join(ENGINES)}, or path/to/engine.py:Class"
-    raise ConfigError("actor_rollout_ref.rollout.name", got=repr(name), expected=expected, fix=fix)
+    raise ConfigError(
+        "actor_rollout_ref.rollout.name",
+        got=repr(name),
+        expected=f"one of {', '.join(ENGINES)}, or path/to/engine.py:Class",
+        fix=fix,
+    )
 
 
 def engines_with(trait: str) -> str:

@@ -17,7 +17,7 @@ Legend: B rows of this rank, b of them in a mini-batch.
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 
 import torch
@@ -102,8 +102,7 @@ def mini_batches(
     if "row_index" in data.batch.keys():
         numbers = data.batch["row_index"].cpu()
     if len(numbers):
-        smallest = int(numbers.min())
-        largest = int(numbers.max())
+        smallest, largest = map(int, numbers.aminmax())
         if smallest < 0 or largest >= num_rows:
             raise EngineError(
                 "column row_index",
@@ -124,8 +123,9 @@ def mini_batches(
     for epoch in range(passes.num_epochs):
         positions = rollouts
         if passes.shuffle_seed is not None:
-            generator = torch.Generator().manual_seed(passes.shuffle_seed + epoch)
-            order = torch.randperm(num_rollouts, generator=generator)
+            order = torch.randperm(
+                num_rollouts, generator=torch.Generator().manual_seed(passes.shuffle_seed + epoch)
+            )
             # The inverse permutation: where each rollout comes in the shuffled order.
             position_of = torch.empty_like(order).scatter_(0, order, torch.arange(num_rollouts))
             positions = position_of[rollouts]
@@ -185,11 +185,10 @@ def micro_batches(
     batches.sort(
         key=lambda batch: (-sum(unit.cost for unit in batch), min(unit.first for unit in batch))
     )
-    indices: list[list[int]] = []
+    indices = []
     for batch in batches:
-        indices.append([])
-        for unit in sorted(batch, key=attrgetter("first")):
-            indices[-1] += sorted(unit.members)
+        batch.sort(key=attrgetter("first"))
+        indices.append(list(chain.from_iterable(sorted(unit.members) for unit in batch)))
     return indices
 
 
@@ -261,12 +260,12 @@ def _group_rows(
     Returns:
         The units.
     """
-    groups: dict[Hashable, list[int]] = {}
+    groups = {}
     for index, row in enumerate(rows):
         key = row.prompt_key if division.share_prompts else index
         groups.setdefault(key, []).append(index)
 
-    units: list[_Unit] = []
+    units = []
     for members in groups.values():
         unit = _Unit(rows, members, attention_tokens)
         if unit.num_tokens <= division.max_tokens:
@@ -276,8 +275,8 @@ def _group_rows(
         capacity = division.max_tokens - rows[members[0]].num_prompt_tokens
         sizes = [rows[index].num_response_tokens for index in unit.members]
         for part in _first_fit(sizes, capacity):
-            members_of_part = [unit.members[number] for number in part]
-            units.append(_Unit(rows, members_of_part, attention_tokens))
+            part_members = [unit.members[number] for number in part]
+            units.append(_Unit(rows, part_members, attention_tokens))
 
     while len(units) < min_units:
         # There are more rows than units, so one has several. Split the costliest. Its members are
@@ -300,16 +299,17 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     Returns:
         Numbers of the items in each part.
     """
-    parts: list[list[int]] = []
-    free_sizes: list[int] = []
+    parts = []
+    free_sizes = []
     for number, size in enumerate(sizes):
-        parts_with_room = (part for part, free in enumerate(free_sizes) if free >= size)
-        part = next(parts_with_room, len(parts))
-        if part == len(parts):
-            parts.append([])
-            free_sizes.append(capacity)
-        parts[part].append(number)
-        free_sizes[part] -= size
+        for part, free in enumerate(free_sizes):
+            if free >= size:
+                parts[part].append(number)
+                free_sizes[part] -= size
+                break
+        else:
+            parts.append([number])
+            free_sizes.append(capacity - size)
     return parts
 
 

@@ -27,9 +27,10 @@ Legend: [...] is the shape of a parameter, or of a rank's shard of it.
 """
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from traceback import format_exception
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
@@ -48,7 +50,7 @@ from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import METADATA, ChunkReader
 from quadriga.protocol.memory import SLOT_HEADER_BYTES, slot_of
 
-State = Mapping[str, torch.Tensor]
+State = Mapping[str, Tensor]
 """Tensors by name: DTensors if several ranks hold shards, plain tensors otherwise."""
 WrittenChunks = list[list[WriteResult]]
 """The chunks that a rank has written: one list for each folder."""
@@ -84,18 +86,27 @@ class StateWriter:
             CheckpointError: a folder cannot be created, or the previous state could not be written.
         """
         self.is_written(wait=True)
-        chunks = [_FolderChunks(folder, state, self.world) for folder, state in states.items()]
-        completion = partial(self._complete, chunks, afterwards)
+        folders = [_FolderChunks(folder, state, self.world) for folder, state in states.items()]
 
         def write() -> WrittenChunks:
-            return [chunks_of_folder.write() for chunks_of_folder in chunks]
+            """Write this rank's chunks."""
+            return [chunks.write() for chunks in folders]
+
+        def complete(written: list[WrittenChunks]) -> WrittenChunks:
+            """On rank 0, complete each folder. Writes no chunks itself, so it returns none."""
+            if self.world.is_first:
+                for number, chunks in enumerate(folders):
+                    chunks.complete([by_folder[number] for by_folder in written])
+                if afterwards is not None:
+                    afterwards()
+            return []
 
         if self.world.size > 1:
             # `is_written` starts the completion when all ranks have written their chunks.
             self._thread = in_background(write, "checkpoint")
-            self._completion = completion
+            self._completion = complete
         else:
-            self._thread = in_background(lambda: completion([write()]), "checkpoint")
+            self._thread = in_background(lambda: complete([write()]), "checkpoint")
 
     def is_written(self, *, wait: bool = False) -> bool:
         """Whether the last state is complete on disk, on all ranks.
@@ -116,61 +127,38 @@ class StateWriter:
             thread = self._thread
             is_done = wait or thread.done()
             error = thread.exception() if is_done else None
+            written = thread.result() if is_done and error is None else None
             if error is not None and not isinstance(error, CheckpointError):
                 trace = "".join(format_exception(error))
-                got = f"{type(error).__name__}: {error}"
-                error = CheckpointError("writing a checkpoint", got=got, expected="no such error")
+                error = CheckpointError(
+                    "writing a checkpoint",
+                    got=f"{type(error).__name__}: {error}",
+                    expected="no such error",
+                )
                 error.add_note(trace)
-            written = thread.result() if is_done and error is None else None
 
             # All ranks decide by the same outcomes, so they continue or raise together.
             outcomes = self.world.gather((is_done, written, error))
-            for _, _, error_of_rank in outcomes:
-                if error_of_rank is not None:
-                    self._thread = None
-                    self._completion = None
-                    raise error_of_rank
-            if not all(is_done for is_done, _, _ in outcomes):
+            errors = [error for _, _, error in outcomes if error is not None]
+            if not errors and not all(is_done for is_done, _, _ in outcomes):
                 return False
-
             completion = self._completion
             self._thread = None
             self._completion = None
+            if errors:
+                raise errors[0]
             if completion is not None:
                 complete = partial(completion, [written for _, written, _ in outcomes])
                 self._thread = in_background(complete, "checkpoint")
         return True
 
-    def _complete(
-        self,
-        chunks: "Sequence[_FolderChunks]",
-        afterwards: Callable[[], None] | None,
-        written: list[WrittenChunks],
-    ) -> WrittenChunks:
-        """On rank 0, complete each folder and call `afterwards`. Other ranks do nothing.
-
-        Args:
-            chunks: this rank's chunks of each folder.
-            afterwards: see `start`.
-            written: what each rank has written.
-
-        Returns:
-            An empty list: the second thread has the type of the first, but writes no chunks.
-        """
-        if self.world.is_first:
-            for number, chunks_of_folder in enumerate(chunks):
-                chunks_of_folder.complete([by_folder[number] for by_folder in written])
-            if afterwards is not None:
-                afterwards()
-        return []
-
 
 def _gather_or_raise(world: ProcessGroup, value: Any, error: CheckpointError | None) -> list[Any]:
     """Gather a value from each rank. If any rank has an error, all ranks raise the first one."""
     outcomes = world.gather((value, error))
-    for _, error_of_rank in outcomes:
-        if error_of_rank is not None:
-            raise error_of_rank
+    for _, rank_error in outcomes:
+        if rank_error is not None:
+            raise rank_error
     return [value for value, _ in outcomes]
 
 
@@ -236,14 +224,14 @@ class _FolderChunks(DefaultSavePlanner):
         plans, _ = self.create_global_plan(local_plans)
         self.finish_plan(self._writer.prepare_global_plan(plans)[world.rank])
 
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies = {}
         for name in sorted({item.index.fqn for item in self.plan.items}):
             local = _local_tensor(state[name])
             self._copies[name] = local.to("cpu", copy=True, memory_format=torch.contiguous_format)
         # The planner must not keep the engine's tensors, which change during the write.
         self.state_dict = {}
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
         """Give torch's writer the copy in place of the engine's tensor."""
         return self._copies[index.fqn]
 
@@ -278,7 +266,7 @@ class _FolderChunks(DefaultSavePlanner):
             )
 
 
-def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, or a plain tensor itself, detached."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -313,9 +301,7 @@ def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
         reader_error = error
     # A pipeline stage has only some of the tensors, so the stages' shapes are merged.
     local_shapes = {name: tensor.shape for name, tensor in state.items()}
-    shapes: dict[str, torch.Size] = {}
-    for shapes_of_rank in _gather_or_raise(world, local_shapes, reader_error):
-        shapes |= shapes_of_rank
+    shapes = dict(ChainMap(*_gather_or_raise(world, local_shapes, reader_error)))
     assert reader is not None, "a failed reader raises above"
     _require_same_tensors(folder, reader.chunk_list, shapes)
     reader.read_into(dict(state))
@@ -334,9 +320,8 @@ def _require_same_tensors(
     Raises:
         CheckpointError: a name or a shape differs.
     """
-    sizes = {}
-    for name, entry in chunk_list.state_dict_metadata.items():
-        sizes[name] = getattr(entry, "size", None)
+    entries = chunk_list.state_dict_metadata.items()
+    sizes = {name: getattr(entry, "size", None) for name, entry in entries}
 
     # Checked first: with another optimizer, all tensors of the optimizer are unknown or missing.
     kinds = _optimizer_kinds(sizes)
@@ -367,8 +352,7 @@ def _require_same_tensors(
         got = f"shape {tuple(sizes[first])}"
         if len(differing) > 1:
             got += f", and {len(differing) - 1} more"
-        expected = f"{tuple(shapes[first])}"
-        raise CheckpointError(f"{folder}: {first}", got, expected, _OTHER_MODEL)
+        raise CheckpointError(f"{folder}: {first}", got, f"{tuple(shapes[first])}", _OTHER_MODEL)
 
 
 def _optimizer_kinds(names: Iterable[str]) -> list[str]:
@@ -399,11 +383,9 @@ class StateCopier:
     def __init__(self, state: State, world: ProcessGroup) -> None:
         planner = DefaultSavePlanner(**_UNSHARDED)
         planner.set_up_planner(dict(state), is_coordinator=world.is_first)
-        local_plans = world.gather(planner.create_local_plan())
-        plans, chunk_list = planner.create_global_plan(local_plans)
+        plans, chunk_list = planner.create_global_plan(world.gather(planner.create_local_plan()))
         self.plan = CopyPlan(chunk_list, {}, [])
-        # First byte in a slot, and tensor, of each chunk of this rank.
-        self._chunks: list[tuple[int, torch.Tensor]] = []
+        self._chunks = []  # first byte in a slot, and tensor, of each chunk of this rank
         # Lay out the chunks of each rank in its slot, one after the other, behind the header.
         for rank, plan in enumerate(plans):
             end = SLOT_HEADER_BYTES
@@ -421,9 +403,7 @@ class StateCopier:
         with open(path, "r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
-    def start(
-        self, step: int, on_host: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> Future[None]:
+    def start(self, step: int, on_host: Callable[[Tensor], Tensor] | None = None) -> Future[None]:
         """Start to copy the state after a step.
 
         Args:
@@ -436,27 +416,26 @@ class StateCopier:
         """
         slot = slot_of(self._memory, step)
         header = slot[:16].view(torch.int64)  # the step and the checksum
-        chunks = [chunk for _, chunk in self._chunks]
-        if on_host is not None:
-            chunks = [on_host(chunk) for chunk in chunks]
+        chunks = []
+        windows = []
+        for start, chunk in self._chunks:
+            chunks.append(chunk if on_host is None else on_host(chunk))
+            flat = slot[start : start + chunk.nbytes]
+            windows.append(flat.view(chunk.dtype).view(chunk.shape))
 
-        stream: AbstractContextManager[Any] = nullcontext()
+        stream = None
         devices = {chunk.device for chunk in chunks if chunk.is_cuda}
         if devices:
             # In the default stream, computation would wait for the copies.
-            copy_stream = torch.cuda.Stream(devices.pop())
-            copy_stream.wait_stream(torch.cuda.current_stream(copy_stream.device))
-            stream = torch.cuda.stream(copy_stream)
+            stream = torch.cuda.Stream(devices.pop())
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
 
         @torch.no_grad()
         def copy() -> None:
+            """Copy the chunks, and write the header."""
             # Step 0 marks the slot as incomplete until the last line.
             header[0] = 0
-            windows = []
-            for (start, _), chunk in zip(self._chunks, chunks, strict=True):
-                flat = slot[start : start + chunk.nbytes]
-                windows.append(flat.view(chunk.dtype).view(chunk.shape))
-            with stream:
+            with torch.cuda.stream(stream):  # does nothing for None
                 torch._foreach_copy_(windows, chunks)
             # A checksum, by which a reader detects damage.
             header[1] = slot[SLOT_HEADER_BYTES:].view(torch.int64).sum()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from quadriga.algorithms.aggregate import LossCounts, agg_loss
 from quadriga.algorithms.distillation import forward_kl
@@ -32,10 +33,10 @@ from quadriga.config.algorithm import RolloutCorrectionConfig
 from quadriga.engines.packing import ECHO_MASK, echo_tokens
 from quadriga.errors import ConfigError, EngineError
 from quadriga.models.experts import ROUTES
-from quadriga.observe.metrics import Metric, Reduction
+from quadriga.observe.metrics import Metric
 from quadriga.protocol import FIELDS, DataProto
 
-LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
+LossAndMetrics = tuple[Tensor, dict[str, Metric]]
 
 TEACHER_LOG_PROB = "teacher_log_prob"
 TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"
@@ -45,8 +46,6 @@ ROLLOUT_NUM_TOKENS = "rollout_num_tokens"
 """Column [B]: number of tokens with a loss in all rows of a row's rollout."""
 SCORE_SLOPE = "score_slope"
 """Column [B]: derivative of the loss of a batch with respect to the score of a row."""
-_REDUCTIONS: Mapping[str, Reduction] = {"log_prob_diff_max": "max"}
-"""Reductions of mismatch metrics that are not means."""
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
@@ -61,9 +60,11 @@ class Objective(ABC):
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
         """Names of the columns [B, ...] of this batch that the loss reads."""
+        if ROLLOUT_NUM_TOKENS in data.batch.keys():
+            return (*self.columns, ROLLOUT_NUM_TOKENS)
         return self.columns
 
-    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
+    def rows_with_gradient(self, data: DataProto) -> Tensor:
         """[B] bool: rows that can change the gradient.
 
         The other rows are not computed, but count where losses are normalised.
@@ -72,7 +73,7 @@ class Objective(ABC):
 
     @abstractmethod
     def __call__(
-        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+        self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         """Compute a micro-batch's share of the loss.
 
@@ -102,7 +103,7 @@ def add_rollout_tokens(data: DataProto) -> None:
 
 def aggregation_of(
     config: BatchingConfig, rows: DataProto, counts: LossCounts
-) -> Callable[[torch.Tensor], torch.Tensor]:
+) -> Callable[[Tensor], Tensor]:
     """Bind `agg_loss` to the settings of a section, a micro-batch, and counts of its mini-batch.
 
     Args:
@@ -174,7 +175,7 @@ def _try_loss(loss: Algorithm) -> None:
         ConfigError: the loss refuses an option, fails, or returns no losses per token.
     """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    fields: dict[str, torch.Tensor] = {}
+    fields = {}
     input_names = {*loss.fields, *loss.column_fields} - loss.columns.keys()
     for name in input_names:
         column = "old_log_probs" if name in ("log_prob", "old_log_prob") else name
@@ -190,9 +191,11 @@ def _try_loss(loss: Algorithm) -> None:
         raise
     except Exception as error:
         # A user's function may raise any exception, and would raise it again in each step.
-        got = f"{type(error).__name__}: {error}, with two responses of three tokens"
-        where = f"{_LOSS_MODE} {loss.name!r}"
-        raise ConfigError(where, got=got, expected="losses, and diagnostics") from error
+        raise ConfigError(
+            f"{_LOSS_MODE} {loss.name!r}",
+            got=f"{type(error).__name__}: {error}, with two responses of three tokens",
+            expected="losses, and diagnostics",
+        ) from error
     check_losses(loss.name, result, mask)
 
 
@@ -265,6 +268,9 @@ class PolicyObjective(Objective):
         # Columns that are read only if the batch has them.
         optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights"}
         optional |= {ROUTES, ROLLOUT_NUM_TOKENS}
+        names = {"response_mask", "advantages"} | (optional & set(data.batch.keys()))
+        # `old_log_prob` is the loss's name for the optional column `old_log_probs`.
+        names |= self._loss_fields - {"old_log_prob"}
         if self.config.echo_coeff:
             if ECHO_MASK not in data.batch.keys():
                 raise EngineError(
@@ -273,12 +279,7 @@ class PolicyObjective(Objective):
                     expected="conversations that say which tokens tools and users wrote",
                     fix="Set it to 0 for responses of a rollout cache that was stored without it.",
                 )
-            optional.add(ECHO_MASK)
-
-        names = {"response_mask", "advantages"}
-        # `old_log_prob` is the loss's name for the optional column `old_log_probs`.
-        names |= self._loss_fields - {"old_log_prob"}
-        names |= optional & set(data.batch.keys())
+            names.add(ECHO_MASK)
         if self.teacher is not None:
             names.add(TEACHER_LOG_PROB)
         if self.other_targets:
@@ -319,7 +320,7 @@ class PolicyObjective(Objective):
             fix="Name fields of the batch as positional parameters, and options after a `*`.",
         )
 
-    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
+    def rows_with_gradient(self, data: DataProto) -> Tensor:
         """[B] bool: rows that can change the gradient.
 
         With most losses, a row whose advantages are 0 has a gradient only if there is another term,
@@ -342,7 +343,7 @@ class PolicyObjective(Objective):
         return ((data.batch["advantages"] != 0) & mask).any(-1)
 
     def __call__(
-        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+        self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         config = self.config
         mask = rows.batch["response_mask"]
@@ -359,7 +360,7 @@ class PolicyObjective(Objective):
         if weights is not None and self._loss_applies_weights:
             fields["rollout_is_weights"] = weights
 
-        metrics: dict[str, Metric] = {}
+        metrics = {}
         divergence = None
         if self.teacher is not None:
             divergence, metrics = self._divergence_from(self.teacher, rows, outputs)
@@ -387,18 +388,18 @@ class PolicyObjective(Objective):
             if sampled is not None:
                 num_tokens = mask.sum()
                 for name, value in log_prob_mismatch(old_log_prob, sampled, mask).items():
-                    reduction = _REDUCTIONS.get(name, "mean")
+                    reduction = "max" if name == "log_prob_diff_max" else "mean"
                     metrics[f"rollout/{name}"] = Metric(value, reduction, num_tokens)
         loss, added_metrics = self._add_loss_terms(loss, rows, outputs, counts, divergence)
         return loss, metrics | added_metrics
 
     def _add_loss_terms(
         self,
-        loss: torch.Tensor,
+        loss: Tensor,
         rows: DataProto,
-        outputs: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, Tensor],
         counts: LossCounts,
-        divergence: torch.Tensor | None,
+        divergence: Tensor | None,
     ) -> LossAndMetrics:
         """Add entropy bonus, KL loss, echo loss and distillation loss to the policy loss.
 
@@ -415,7 +416,7 @@ class PolicyObjective(Objective):
         config = self.config
         aggregate = aggregation_of(config, rows, counts)
         log_prob = outputs["log_probs"]
-        metrics: dict[str, Metric] = {}
+        metrics = {}
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * aggregate(outputs["entropy"])
         if config.use_kl_loss:
@@ -435,7 +436,7 @@ class PolicyObjective(Objective):
         return loss, metrics
 
     def _divergence_from(
-        self, teacher: DistillationConfig, rows: DataProto, outputs: Mapping[str, torch.Tensor]
+        self, teacher: DistillationConfig, rows: DataProto, outputs: Mapping[str, Tensor]
     ) -> LossAndMetrics:
         """Compute the divergence from the teacher [b, T], and metrics."""
         mask = rows.batch["response_mask"]
@@ -452,13 +453,12 @@ class PolicyObjective(Objective):
             metrics["actor/teacher_top_mass"] = _token_mean(teacher_top.exp().sum(-1), mask)
         else:
             divergence = kl_penalty(log_prob, teacher_log_prob, teacher.loss_mode)
-        limit = teacher.loss_max_clamp
-        if limit is not None:
-            divergence = divergence.clamp(-limit, limit)
+        if teacher.loss_max_clamp is not None:
+            divergence = divergence.clamp(-teacher.loss_max_clamp, teacher.loss_max_clamp)
         return divergence, metrics
 
 
-def _token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
+def _token_mean(values: Tensor, mask: Tensor) -> Metric:
     """Mean of values [b, T] under a mask [b, T], weighted by the number of tokens."""
     num_tokens = mask.sum()
     return Metric((values.detach() * mask).sum() / num_tokens, "mean", num_tokens)
@@ -473,13 +473,8 @@ class ValueObjective(Objective):
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
 
-    def fields(self, data: DataProto) -> tuple[str, ...]:
-        if ROLLOUT_NUM_TOKENS in data.batch.keys():
-            return (*self.columns, ROLLOUT_NUM_TOKENS)
-        return self.columns
-
     def __call__(
-        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+        self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         mask = rows.batch["response_mask"]
         predicted = outputs["values"]
@@ -507,7 +502,7 @@ class LikelihoodObjective(Objective):
         self.config = config
 
     def __call__(
-        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+        self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         mask = rows.batch["response_mask"]
         loss = aggregation_of(self.config, rows, counts)(-outputs["log_probs"])
@@ -528,12 +523,12 @@ class ScoreObjective(Objective):
     name = "train"
     columns = ("response_mask", SCORE_SLOPE)
 
-    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
+    def rows_with_gradient(self, data: DataProto) -> Tensor:
         """[B] bool: rows whose score affects the loss."""
         return super().rows_with_gradient(data) & (data.batch[SCORE_SLOPE] != 0)
 
     def __call__(
-        self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts
+        self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
         # Only the gradient of the result has a meaning, not its value.
         scores = (outputs["scores"] * rows.batch["response_mask"]).sum(-1)

@@ -10,12 +10,13 @@ predicted tokens.
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.engines.batches import RowLength
@@ -29,9 +30,9 @@ from quadriga.protocol.memory import images_key
 
 ECHO_MASK = "echo_mask"
 """Column [B, T]: 1 on tokens of tools and users, which have a separate loss."""
-Outputs = Mapping[str, torch.Tensor]
+Outputs = Mapping[str, Tensor]
 """Outputs for each predicted token, float32 [M] each: `values`, or `log_probs` and others."""
-LossFunction = Callable[[Outputs], torch.Tensor]
+LossFunction = Callable[[Outputs], Tensor]
 """Computes a loss [] from outputs, normalised over the whole mini-batch."""
 
 
@@ -41,7 +42,7 @@ class RowImages:
 
     # Inputs of the model: `pixel_values` [patches, values], `image_grid_thw` [images, 3], and the
     # like for videos.
-    inputs: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, Tensor]
     token_indices: np.ndarray  # indices of the image tokens in the row; they are never trained
     key: bytes  # equal for equal images
 
@@ -68,13 +69,11 @@ class PackingRules:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "PackingRules":
         """Find the rules for a model."""
-        packs_up_to: float = 0
-        if is_packed(model):
-            packs_up_to = length_limit(model.config) or math.inf
-        return cls(ImageTokens.of(model.config), packs_up_to)
+        limit = length_limit(model.config) or math.inf
+        return cls(ImageTokens.of(model.config), limit if is_packed(model) else 0)
 
 
-def echo_tokens(data: DataProto) -> torch.Tensor:
+def echo_tokens(data: DataProto) -> Tensor:
     """Find the tokens of tools and users that have a separate loss.
 
     Args:
@@ -113,10 +112,8 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
     if ECHO_MASK in data.batch.keys():
         has_loss = response_mask.astype(bool) | echo_tokens(data).cpu().numpy()
     images_column = data.non_tensor_batch.get("multi_modal_inputs")
-    routes = None
-    if ROUTES in data.batch.keys():
-        routes = data.batch[ROUTES].cpu().numpy()
-    image_keys: dict[int, bytes] = {}  # by id of an object that the samples of a prompt share
+    routes = data.batch[ROUTES].cpu().numpy() if ROUTES in data.batch.keys() else None
+    image_keys = {}  # by id of an object that the samples of a prompt share
     rows = []
     for row, is_valid in enumerate(attention_mask != 0):
         is_prompt = is_valid.copy()
@@ -125,8 +122,9 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
         response = input_ids[row, is_valid & ~is_prompt]
         num_prompt_tokens = len(prompt)
         if not num_prompt_tokens:
-            where = f"row {row} of a batch"
-            raise EngineError(where, got="an empty prompt", expected="at least one prompt token")
+            raise EngineError(
+                f"row {row} of a batch", got="an empty prompt", expected="at least one prompt token"
+            )
         loss_indices = np.flatnonzero(has_loss[row])
         # Token i is predicted at token i - 1, so the last token with a loss is not computed itself.
         num_response_tokens = int(loss_indices[-1]) if len(loss_indices) else 0
@@ -193,8 +191,9 @@ def _row_images(
     where = f"row {row} of a batch"
     if image_tokens is None:
         if inputs:
-            expected = "text: the model is not a vision-language model"
-            raise EngineError(where, got="images", expected=expected)
+            raise EngineError(
+                where, got="images", expected="text: the model is not a vision-language model"
+            )
         return None
     token_indices, problem = image_tokens.locate(tokens, inputs, num_prompt_tokens)
     if problem:
@@ -207,9 +206,10 @@ def _row_images(
         )
     if not inputs:
         return None
-    if id(inputs) not in image_keys:
-        image_keys[id(inputs)] = images_key(inputs).encode()
-    return RowImages(inputs, token_indices, image_keys[id(inputs)])
+    key = id(inputs)
+    if key not in image_keys:
+        image_keys[key] = images_key(inputs).encode()
+    return RowImages(inputs, token_indices, image_keys[key])
 
 
 def pack(
@@ -226,7 +226,7 @@ def pack(
     Returns:
         The packed batch.
     """
-    groups: dict[Hashable, list[int]] = {}
+    groups = {}
     for number, row in enumerate(rows):
         if len(row.loss_indices):
             key = row.prompt_key if share_prompts else number
@@ -244,9 +244,7 @@ def pack(
         num_prompt_tokens = first.num_prompt_tokens
         # A shared prompt is a segment of its own, which each response continues. A prompt of a
         # single row forms one causal segment together with its response.
-        length = num_prompt_tokens
-        if not is_shared:
-            length += first.num_response_tokens
+        length = num_prompt_tokens + (0 if is_shared else first.num_response_tokens)
         tokens = np.concatenate([first.prompt, first.response])[:length]
         segment = sequence.append(tokens, first.positions[..., :length])
         segment_indices = np.arange(segment.start, segment.start + length)
@@ -270,29 +268,22 @@ def pack(
             row_numbers.append(np.full(len(row.loss_indices), number))
             columns.append(row.loss_indices)
 
-    parts_by_name = {
-        "input_ids": sequence.input_ids,
-        "position_ids": sequence.positions,
-        "predictors": predictors,
-        "targets": targets,
-        "rows": row_numbers,
-        "columns": columns,
-    }
-    packed: dict[str, torch.Tensor] = {}
-    for name, parts in parts_by_name.items():
-        packed[name] = torch.from_numpy(np.concatenate(parts, axis=-1)).long().to(device)
+    def join(parts: list[np.ndarray]) -> Tensor:
+        """Concatenate the parts of all rows on the device."""
+        return torch.from_numpy(np.concatenate(parts, axis=-1)).long().to(device)
+
     return PackedBatch(
-        input_ids=packed["input_ids"][None],
-        position_ids=packed["position_ids"].unsqueeze(-2),
+        input_ids=join(sequence.input_ids)[None],
+        position_ids=join(sequence.positions).unsqueeze(-2),
         segments=tuple(sequence.segments),
-        predictors=packed["predictors"],
+        predictors=join(predictors),
         host_predictors=np.concatenate(predictors),
-        targets=packed["targets"],
-        rows=packed["rows"],
-        columns=packed["columns"],
+        targets=join(targets),
+        rows=join(row_numbers),
+        columns=join(columns),
         shape=(len(rows), num_columns),
         sum_of_squared_lengths=sequence.sum_of_squares,
-        images=packed_images(sequence.images, device) if sequence.images else None,
+        images=packed_images(sequence.images, device),
         token_indices=indices_by_row,
     )
 
@@ -310,7 +301,7 @@ class _Sequence:
     input_ids: list[np.ndarray] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
     # Inputs of images with the packed indices of their tokens.
-    images: list[tuple[Mapping[str, torch.Tensor], np.ndarray]] = field(default_factory=list)
+    images: list[tuple[Mapping[str, Tensor], np.ndarray]] = field(default_factory=list)
 
     def append(
         self, input_ids: np.ndarray, positions: np.ndarray, prefix: Segment | None = None

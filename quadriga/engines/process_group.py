@@ -82,7 +82,7 @@ class ProcessGroup:
         """Gather a small picklable object from each rank, in the order of the ranks."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
+        values = [None] * self.size
         with detect_lost_peer(self._name_activity("an exchange of facts")):
             dist.all_gather_object(values, value, group=self.group)
         return values
@@ -104,11 +104,9 @@ class ProcessGroup:
                     continue
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.all_reduce(flat, group=self.group)
-                totals = []
-                parts = flat.split([tensor.numel() for tensor in bucket])
-                for part, tensor in zip(parts, bucket, strict=True):
-                    totals.append(part.view(tensor.shape))
-                torch._foreach_copy_(bucket, totals)
+                totals = flat.split([tensor.numel() for tensor in bucket])
+                for tensor, total in zip(bucket, totals, strict=True):
+                    tensor.copy_(total.view(tensor.shape))
 
     def require_alike(self, description: str, tensors: Sequence[torch.Tensor]) -> None:
         """Check that all ranks hold the same numbers.

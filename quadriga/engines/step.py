@@ -13,11 +13,13 @@ predicted tokens, L layers with experts, k experts per token.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quadriga.algorithms.aggregate import LossCounts
 from quadriga.algorithms.masked import zero_outside
@@ -82,7 +84,7 @@ def infer(
     with_sum_pi_squared: bool = False,
     with_routes: bool = False,
     top_k: int | None = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Compute the model's outputs for every response token of a batch, without gradients.
 
     Args:
@@ -111,8 +113,8 @@ def infer(
             shape = (*shape, top_k or 0)
         dtype = torch.int32 if name == "top_ids" else torch.float32
         results[name] = torch.zeros(shape, dtype=dtype)
-    routers = engine.scorer.routers
     if with_routes:
+        routers = engine.scorer.routers
         shape = (*data.batch["input_ids"].shape, routers.count, routers.top_k)
         results[ROUTES] = torch.full(shape, -1, dtype=dtype_of_routes(routers.num_experts))
     routing = None
@@ -155,12 +157,12 @@ class FirstOutputs:
     NAMES = ("log_probs", "entropy")
 
     def __init__(self, num_rows: int, num_columns: int) -> None:
-        self.columns: dict[str, torch.Tensor] = {}
+        self.columns: dict[str, Tensor] = {}
         for name in self.NAMES:
             self.columns[name] = torch.zeros(num_rows, num_columns)
         self.is_computed = torch.zeros(num_rows, dtype=torch.bool)
 
-    def add(self, rows: torch.Tensor, packed: PackedBatch, outputs: Outputs) -> None:
+    def add(self, rows: Tensor, packed: PackedBatch, outputs: Outputs) -> None:
         """Add the outputs of a micro-batch, except those of rows that have some already.
 
         Args:
@@ -213,20 +215,18 @@ def update(
 
     # Shares are this rank's parts of sums over all ranks. Average each over all steps, with 0 for
     # steps in which this rank computed nothing. Reduction "sum" then adds up the ranks' averages.
-    share_names = dict.fromkeys(name for shares, _ in steps for name in shares)
-    complete_shares = []
-    for shares, _ in steps:
-        complete_shares.append({name: shares.get(name, Metric(0.0)) for name in share_names})
-    metrics = merge_metrics(complete_shares)
-    for name, metric in metrics.items():
+    zeros = {name: Metric(0.0) for shares, _ in steps for name in shares}
+    metrics = {}
+    for name, metric in merge_metrics(zeros | shares for shares, _ in steps).items():
         metrics[name] = Metric(metric.value, "sum")
     metrics |= merge_metrics(other_metrics for _, other_metrics in steps)
 
     if engine.processes.replicas.size > 1:
         # How much longer steps take than with equal work on all ranks: largest over mean work.
         name = f"perf/flops/{objective.name}"
-        flops = [other_metrics[name].value for _, other_metrics in steps]
-        flops_by_rank = engine.processes.replicas.gather(flops)
+        flops_by_rank = engine.processes.replicas.gather(
+            [other_metrics[name].value for _, other_metrics in steps]
+        )
         total = math.fsum(map(math.fsum, flops_by_rank))
         largest = math.fsum(map(max, zip(*flops_by_rank, strict=True)))
         if total and engine.processes.replicas.is_first:
@@ -248,7 +248,7 @@ class MicroBatchLoss:
     metrics: dict[str, Metric] = field(default_factory=dict)  # of the last call
     outputs: Outputs | None = None  # of the last call, if they are kept
 
-    def __call__(self, outputs: Outputs) -> torch.Tensor:
+    def __call__(self, outputs: Outputs) -> Tensor:
         if self.keeps_outputs:
             is_response = self.rows.batch["response_mask"][self.packed.rows, self.packed.columns]
             self.outputs = {}
@@ -270,7 +270,7 @@ class _Updater:
     first_outputs: FirstOutputs | None
 
     def step(
-        self, mini_batch: DataProto, indices: torch.Tensor, positions: torch.Tensor, lr: float
+        self, mini_batch: DataProto, indices: Tensor, positions: Tensor, lr: float
     ) -> tuple[dict[str, Metric], dict[str, Metric]]:
         """Make one optimizer step.
 
@@ -303,24 +303,28 @@ class _Updater:
         counts = LossCounts(num_tokens, num_sequences, num_rollouts, num_echo_tokens)
 
         rows = mini_batch if bool(has_gradient.all()) else mini_batch.select_idxs(has_gradient)
-        routing = None
-        if engine.scorer.routers.count:
-            routing = self._create_routing(counts)
+        routing = self._create_routing(counts) if engine.scorer.routers.count else None
         losses = list(self._make_losses(rows, counts, routing))
         packed_batches = [loss.packed for loss in losses]
         engine.backward(packed_batches, losses, temperature=self.temperature)
-        self._keep_outputs(losses, indices[has_gradient.cpu()])
-        micro_metrics = _tensors_to_numbers([loss.metrics for loss in losses])
+        if self.first_outputs is not None:
+            computed_indices = indices[has_gradient.cpu()]
+            for loss in losses:
+                # A pipeline stage without the head has no outputs.
+                if loss.outputs is not None:
+                    self.first_outputs.add(
+                        computed_indices[loss.row_numbers], loss.packed, loss.outputs
+                    )
+        micro_metrics = [loss.metrics for loss in losses]
         if num_computed == 0:
-            sample_metrics = self._sample_metrics(mini_batch, positions, counts, routing)
-            micro_metrics = _tensors_to_numbers(sample_metrics)
+            micro_metrics = self._sample_metrics(mini_batch, positions, counts, routing)
         router_metrics = {} if routing is None else _router_metrics(engine, routing)
         # After the sample was computed: momentum moves the weights even without a gradient.
         result = engine.optimizer_step(lr)
 
-        shares: dict[str, Metric] = {}
-        metrics: dict[str, Metric] = {}
-        for name, metric in merge_metrics(micro_metrics).items():
+        shares = {}
+        metrics = {}
+        for name, metric in merge_metrics(_tensors_to_numbers(micro_metrics)).items():
             if metric.reduction == "sum":
                 shares[name] = Metric(metric.value)
             else:
@@ -335,8 +339,8 @@ class _Updater:
         """Create the counters of a mini-batch's router statistics, and weights of router losses."""
         routers = self.engine.scorer.routers
         # Routers sum their losses over tokens. Divide by the tokens of the whole mini-batch.
-        num_tokens = counts.batch_num_tokens + counts.num_echo_tokens
-        token_weight = float(self.engine.optimizer.loss_scale[0]) / max(num_tokens, 1)
+        num_tokens = max(counts.batch_num_tokens + counts.num_echo_tokens, 1)
+        token_weight = float(self.engine.optimizer.loss_scale[0]) / num_tokens
         return Routing(
             loss_weight=self.objective.router_aux_loss_coef / routers.count * token_weight,
             z_weight=self.objective.router_z_loss_coef * token_weight,
@@ -376,24 +380,10 @@ class _Updater:
             f"perf/flops/{prefix}": Metric(flops / num_sharers, "sum"),
         }
 
-    def _keep_outputs(self, losses: list[MicroBatchLoss], indices: torch.Tensor) -> None:
-        """Add the outputs of micro-batches to `first_outputs`, unless it is None.
-
-        Args:
-            losses: losses of the micro-batches.
-            indices: for each computed row of the mini-batch, its index among all rows of this rank.
-        """
-        if self.first_outputs is None:
-            return
-        for loss in losses:
-            # A pipeline stage without the head has no outputs.
-            if loss.outputs is not None:
-                self.first_outputs.add(indices[loss.row_numbers], loss.packed, loss.outputs)
-
     def _sample_metrics(
         self,
         mini_batch: DataProto,
-        positions: torch.Tensor,
+        positions: Tensor,
         counts: LossCounts,
         routing: Routing | None,
     ) -> list[dict[str, Metric]]:
@@ -419,8 +409,8 @@ class _Updater:
             if len(row.loss_indices):
                 length = RowLength(row.prompt_key, row.num_prompt_tokens, row.num_response_tokens)
                 lengths.append((position, length))
-        all_lengths = list(chain.from_iterable(self.engine.processes.replicas.gather(lengths)))
-        all_lengths.sort(key=itemgetter(0))
+        lengths_by_rank = self.engine.processes.replicas.gather(lengths)
+        all_lengths = sorted(chain.from_iterable(lengths_by_rank), key=itemgetter(0))
         batches = micro_batches([length for _, length in all_lengths], self.micro)
 
         # Compute those of its rows that are on this rank.
@@ -453,8 +443,14 @@ class _Updater:
                 other_ids = column[packed.rows, packed.columns].long()
                 targets = torch.cat([packed.targets[:, None], other_ids], 1)
                 packed = replace(packed, targets=targets)
-            keeps_outputs = self.first_outputs is not None
-            yield MicroBatchLoss(objective, micro_rows, packed, counts, indices, keeps_outputs)
+            yield MicroBatchLoss(
+                objective,
+                micro_rows,
+                packed,
+                counts,
+                indices,
+                keeps_outputs=self.first_outputs is not None,
+            )
 
 
 def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
@@ -474,11 +470,10 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
         EngineError: most routes of the first replayed mini-batch differ from this model's.
     """
     engine.processes.world.add_up([routing.sums])
-    sums = routing.sums.cpu()
     routers = engine.scorer.routers
     num_experts = routers.num_experts
     # By layer: tokens of each expert [L, E], and the six sums below [L, 6].
-    loads, other_sums = sums.split((num_experts, sums.shape[1] - num_experts), 1)
+    loads, other_sums = routing.sums.cpu().tensor_split([num_experts], 1)
     num_tokens, entropy, loss, z_loss, num_replayed, num_differing = other_sums.sum(0).tolist()
     if not num_tokens:
         return {}
@@ -515,7 +510,7 @@ def _tensors_to_numbers(micro_metrics: list[dict[str, Metric]]) -> list[dict[str
     for metrics in micro_metrics:
         for metric in metrics.values():
             for number in (metric.value, metric.weight):
-                if isinstance(number, torch.Tensor):
+                if isinstance(number, Tensor):
                     tensors.append(number.double())
     if not tensors:
         return micro_metrics
@@ -523,7 +518,7 @@ def _tensors_to_numbers(micro_metrics: list[dict[str, Metric]]) -> list[dict[str
 
     def to_number(value: Any) -> Any:
         """Replace a tensor by the next number of the transfer."""
-        return next(numbers) if isinstance(value, torch.Tensor) else value
+        return next(numbers) if isinstance(value, Tensor) else value
 
     converted = []
     for metrics in micro_metrics:
@@ -564,15 +559,11 @@ def _pack_micro_batches(
         # Such a row cannot be packed with others, so each one is alone.
         micro = replace(micro, num_sequences=1, share_prompts=False)
 
-    attention_tokens = engine.cost.attention_tokens
-    batches = micro_batches(lengths, micro, attention_tokens=attention_tokens)
+    divide = partial(micro_batches, lengths, micro, attention_tokens=engine.cost.attention_tokens)
+    batches = divide()
     if engine.processes.storage is not None:
         # Ranks that share weights wait for each other at each micro-batch: make equally many.
-        most = max(engine.processes.replicas.gather(len(batches)))
-        if most > len(batches):
-            batches = micro_batches(
-                lengths, micro, min_batches=most, attention_tokens=attention_tokens
-            )
+        batches = divide(min_batches=max(engine.processes.replicas.gather(len(batches))))
 
     for batch in batches:
         indices = [predicted_rows[position] for position in batch]
@@ -591,9 +582,7 @@ def _pack_micro_batches(
         yield indices, packed
 
 
-def _pack_routes(
-    routes: torch.Tensor, attention_mask: torch.Tensor, packed: PackedBatch
-) -> torch.Tensor:
+def _pack_routes(routes: Tensor, attention_mask: Tensor, packed: PackedBatch) -> Tensor:
     """Arrange the replayed routes of padded rows as the tokens of a packed micro-batch.
 
     Args:

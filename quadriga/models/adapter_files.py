@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -114,8 +115,10 @@ class AdapterFiles(RenamedFiles):
     """PEFT's `adapter_model.safetensors` in a folder, under the names that a model uses."""
 
     def __init__(self, folder: Path) -> None:
-        rename = partial(_IN_PEFT.sub, rf"\1.{ADAPTER_NAME}.weight")
-        super().__init__(SafetensorFiles([folder / ADAPTER_WEIGHTS]), rename)
+        super().__init__(
+            SafetensorFiles([folder / ADAPTER_WEIGHTS]),
+            partial(_IN_PEFT.sub, rf"\1.{ADAPTER_NAME}.weight"),
+        )
 
 
 class MergedFiles:
@@ -136,31 +139,28 @@ class MergedFiles:
         self.adapter = adapter
         self.scale = scale
         self.shapes = base.shapes
-        self._adapted: set[str] = set()
         # Factors of an adapter for another model must not be ignored silently.
-        unused_names = set(adapter.shapes)
-        for name in base.shapes:
-            names_of_factors = set(factor_names(name))
-            if names_of_factors <= adapter.shapes.keys():
-                self._adapted.add(name)
-                unused_names -= names_of_factors
+        pairs = map(factor_names, base.shapes)
+        complete_pairs = [pair for pair in pairs if adapter.shapes.keys() >= set(pair)]
+        unused_names = adapter.shapes.keys() - set(chain(*complete_pairs))
         if unused_names:
-            got = (
-                f"{len(unused_names)} tensors for modules that the base model does not have, "
-                f"first {min(unused_names)}"
+            raise CheckpointError(
+                str(where),
+                got=f"{len(unused_names)} tensors for modules that the base model does not have, "
+                f"first {min(unused_names)}",
+                expected="an adapter of this model",
+                fix=f"Name the adapter's own model as base_model_name_or_path in {ADAPTER_CONFIG}.",
             )
-            fix = f"Name the adapter's own model as base_model_name_or_path in {ADAPTER_CONFIG}."
-            raise CheckpointError(str(where), got=got, expected="an adapter of this model", fix=fix)
 
     def read(self, name: str) -> Tensor:
         """Read one weight [out, in], with its adapter merged if it has one."""
         weight = self.base.read(name)
-        if name not in self._adapted:
-            return weight
         name_a, name_b = factor_names(name)
-        factor_a = self.adapter.read(name_a)
-        factor_b = self.adapter.read(name_b)
-        return merge(weight.float(), factor_a, factor_b, self.scale)
+        if name_a not in self.adapter.shapes:
+            return weight
+        return merge(
+            weight.float(), self.adapter.read(name_a), self.adapter.read(name_b), self.scale
+        )
 
 
 def open_model(folder: str | Path) -> WeightFiles:

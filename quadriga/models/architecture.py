@@ -264,12 +264,10 @@ def _keep_kinds_of_layers(small: PreTrainedConfig) -> None:
             lists[name] = value
     kinds = list(zip(*lists.values(), strict=True))
 
-    # `index` finds the first layer of a kind. Keep the layers up to the last of these.
-    last_first_layer = max((kinds.index(kind) for kind in kinds), default=0)
-    num_kept = max(_MIN_LAYERS, 1 + last_first_layer)
-    for name in _PERIODS:
-        num_kept = max(num_kept, 1 + (getattr(small, name, None) or 0))
-    num_kept = min(num_kept, num_layers)
+    # Keep the first layer of each kind, which `index` finds, and one period of each alternation.
+    first_layers = [kinds.index(kind) for kind in kinds]
+    periods = [getattr(small, name, None) or 0 for name in _PERIODS]
+    num_kept = min(num_layers, max(_MIN_LAYERS, 1 + max(first_layers + periods)))
     for name, value in lists.items():
         setattr(small, name, value[:num_kept])
     small.num_hidden_layers = num_kept
@@ -373,8 +371,7 @@ class _Trial:
         reason = self.unsupported_reason(ATTENTION_NAME, expected)
         # For `generate`, and for rows that cannot be packed.
         fallback = "eager" if self.unsupported_reason("sdpa", expected) else "sdpa"
-        attention = fallback if reason else ATTENTION_NAME
-        return Way(attention=attention, generation_attention=fallback, reason=reason)
+        return Way(fallback if reason else ATTENTION_NAME, fallback, reason)
 
     def unsupported_reason(self, attention: str, expected: Tensor) -> str:
         """Explain why an implementation of attention cannot compute the model; "" if it can.

@@ -18,7 +18,7 @@ Legend: B rows, H query heads, K key-value heads, D head size, N packed tokens, 
 T response positions, b rows of a block, L length of the longest of them, S keys that they see.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -144,8 +144,9 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
-_BLOCK_TOKENS = {"cpu": 1024}  # default upper limit of a block, by device type
-_BLOCK_TOKENS_ELSEWHERE = 4096
+# Default upper limits of a block.
+_BLOCK_TOKENS = 1024  # on a CPU
+_BLOCK_TOKENS_GPU = 4096
 # On a CPU, results of at most this many tokens are stored in float32 for the backward pass.
 _MAX_FLOAT32_TOKENS = 8192
 
@@ -262,7 +263,7 @@ class PackedAttention:
         max_padding: float = 0.25,
         block_tokens: int | None = None,
     ) -> None:
-        default_tokens = _BLOCK_TOKENS.get(device.type, _BLOCK_TOKENS_ELSEWHERE)
+        default_tokens = _BLOCK_TOKENS if device.type == "cpu" else _BLOCK_TOKENS_GPU
         self.device = device
         self.segments = segments
         self.max_padding = max_padding
@@ -647,26 +648,26 @@ def _group_segments(
         ),
         reverse=True,
     )
-    groups = []
-    for segment in ordered:
-        last = groups[-1] if groups else []
-        if last and (last[0].prefix is None) == (segment.prefix is None):
-            num_tokens = sum(member.length for member in last) + segment.length
-            # The first segment is the longest, so all rows are padded to its length.
-            max_tokens = min(block_tokens, (1 + max_padding) * num_tokens)
-            if last[0].length * (len(last) + 1) <= max_tokens:
-                last.append(segment)
-                continue
-        groups.append([segment])
 
+    def most_padded_tokens(group: Sequence[Segment]) -> float:
+        return min(block_tokens, (1 + max_padding) * sum(segment.length for segment in group))
+
+    groups = _join_neighbours([[segment] for segment in ordered], most_padded_tokens)
     # A call costs as much as some hundred tokens, so join small neighbours.
+    return _join_neighbours(groups, lambda _: min(block_tokens, min_tokens))
+
+
+def _join_neighbours(
+    groups: Sequence[list[Segment]], limit: Callable[[list[Segment]], float]
+) -> list[list[Segment]]:
+    """Join neighbours of the same kind while a group has at most `limit(group)` padded tokens."""
     joined = []
     for group in groups:
-        last = joined[-1] if joined else []
-        if last and (last[0].prefix is None) == (group[0].prefix is None):
-            num_tokens = last[0].length * (len(last) + len(group))
-            if num_tokens <= min(block_tokens, min_tokens):
-                last.extend(group)
+        if joined and (joined[-1][0].prefix is None) == (group[0].prefix is None):
+            both = joined[-1] + group
+            # The first segment is the longest, so all rows are padded to its length.
+            if both[0].length * len(both) <= limit(both):
+                joined[-1] = both
                 continue
         joined.append(group)
     return joined

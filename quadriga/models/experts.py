@@ -249,8 +249,7 @@ class RoutedTokens:
         num_experts = probs.shape[1]
         # Choices of each expert by the tokens of each row, over all ranks.
         counts = probs.new_zeros(len(self.lengths), num_experts)  # [b, E]
-        row_offsets = self.rows[:, None] * num_experts
-        indices = (row_offsets + chosen_experts).flatten()
+        indices = (self.rows[:, None] * num_experts + chosen_experts).flatten()
         counts.view(-1).index_add_(0, indices, probs.new_ones(indices.shape))
         self.add_up(counts)
         num_choices = self.lengths * chosen_experts.shape[1]  # [b]
@@ -301,39 +300,31 @@ class Routers:
         Raises:
             EngineError: they are routes of another model.
         """
-        fix = (
-            "The rollout generates with another model, "
-            "or its engine reports routes in another form."
-        )
         shape = tuple(routes.shape[2:])
         if shape != (self.count, self.top_k):
-            raise EngineError(
-                "router_replay",
-                got=f"routes of {' x '.join(map(str, shape))} for each token",
-                expected=f"{self.count} layers with {self.top_k} experts each",
-                fix=fix,
-            )
-        if routes.numel() and int(routes.max()) >= self.num_experts:
-            raise EngineError(
-                "router_replay",
-                got=f"expert {int(routes.max())} in a route",
-                expected=f"one of {self.num_experts}, counted from 0",
-                fix=fix,
-            )
+            got = f"routes of {' x '.join(map(str, shape))} for each token"
+            expected = f"{self.count} layers with {self.top_k} experts each"
+        elif routes.numel() and int(routes.max()) >= self.num_experts:
+            got = f"expert {int(routes.max())} in a route"
+            expected = f"one of {self.num_experts}, counted from 0"
+        else:
+            return
+        raise EngineError(
+            "router_replay",
+            got=got,
+            expected=expected,
+            fix="The rollout generates with another model, "
+            "or its engine reports routes in another form.",
+        )
 
 
+@dataclass(eq=False)
 class _RouterHooks:
-    """Forward pass of one router, with the hooks of its layer that give it the tokens.
+    """Forward pass of one router, with the hooks of its layer that give it the tokens."""
 
-    Args:
-        router: the router.
-        number: its number in the model.
-    """
-
-    def __init__(self, router: Any, number: int) -> None:
-        self.router = router
-        self.number = number
-        self.tokens: RoutedTokens | None = None
+    router: Any
+    number: int  # of the router in the model
+    tokens: RoutedTokens | None = None  # of the call of the layer that is under way
 
     def store_tokens(self, layer: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
         """Hook before the layer: store the tokens of its call."""

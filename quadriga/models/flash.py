@@ -99,9 +99,6 @@ def flash_backward(
     grad, out, log_sums = results
     query, key, _ = inputs
     if has_cuda_kernel(query) and rule.is_plain:
-        # State of the random generator, which the kernel does not read without dropout.
-        seed = query.new_empty(2, dtype=torch.uint64)
-        offset = query.new_empty((), dtype=torch.uint64)
         return _aten._flash_attention_backward(
             grad,
             *inputs,
@@ -113,8 +110,7 @@ def flash_backward(
             key.shape[1],
             0.0,
             rule.is_causal,
-            seed,
-            offset,
+            *random_state(query.device),
             scale=rule.scale,
         )
     grad, out, log_sums = (tensor.transpose(1, 2) for tensor in results)
@@ -133,6 +129,12 @@ def flash_backward(
     else:
         grads = plain_backward((grad, out, log_sums), by_head, rule)
     return [tensor.transpose(1, 2) for tensor in grads]
+
+
+def random_state(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Seed and offset of the random generator. Without dropout, the kernels do not read them."""
+    options = {"dtype": torch.uint64, "device": device}
+    return torch.empty(2, **options), torch.empty((), **options)
 
 
 def plain_forward(inputs: Sequence[Tensor], rule: ScoreRule) -> tuple[Tensor, Tensor]:
@@ -344,8 +346,5 @@ class KeyGradientSums(dict[PaddedRows, Sequence[Tensor]]):
 
         The sums are copied, because their memory is about to be overwritten by gradients.
         """
-        removed = []
-        for keys in runs:
-            if keys in self:
-                removed.append((keys, [total.clone() for total in self.pop(keys)]))
-        return removed
+        removed = [(keys, self.pop(keys)) for keys in runs if keys in self]
+        return [(keys, [total.clone() for total in totals]) for keys, totals in removed]

@@ -115,8 +115,8 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
     """
     config = model.config.get_text_config()
     body = backbone(model)
-    num_parameters = 0
-    num_frozen = 0
+    # Weights of the layers, each with the number of its parameters that multiply a token.
+    block_sizes = []
 
     # By identity, so that a table that is tied to the head does not count among the layers.
     excluded_ids = set()
@@ -131,32 +131,29 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
         for weight in mixture.experts.parameters():
             excluded_ids.add(id(weight))
             if weight.dim() == 3:
-                size = int(weight.numel() * share)
-                num_parameters += size
-                num_frozen += 0 if weight.requires_grad else size
+                block_sizes.append((weight, int(weight.numel() * share)))
 
     # Each other matrix multiplies each token once.
     for weight in body.parameters():
         if weight.dim() == 2 and id(weight) not in excluded_ids:
-            num_parameters += weight.numel()
-            num_frozen += 0 if weight.requires_grad else weight.numel()
-
-    num_head_parameters = 0
-    num_frozen_head = 0
-    for weight in head_of(model).parameters():
-        num_head_parameters += weight.numel()
-        num_frozen_head += 0 if weight.requires_grad else weight.numel()
+            block_sizes.append((weight, weight.numel()))
+    head_sizes = [(weight, weight.numel()) for weight in head_of(model).parameters()]
 
     num_heads = getattr(config, "num_attention_heads", 0)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
     return ModelCost(
-        num_block_parameters=num_parameters,
-        num_head_parameters=num_head_parameters,
+        num_block_parameters=sum(size for _, size in block_sizes),
+        num_head_parameters=sum(size for _, size in head_sizes),
         attention_width=config.num_hidden_layers * num_heads * head_size,
-        num_frozen_block_parameters=num_frozen,
-        num_frozen_head_parameters=num_frozen_head,
+        num_frozen_block_parameters=_num_frozen(block_sizes),
+        num_frozen_head_parameters=_num_frozen(head_sizes),
         vision_encoder=VisionEncoderCost.of(model),
     )
+
+
+def _num_frozen(sizes: list[tuple[Tensor, int]]) -> int:
+    """Sum the sizes of weights that are not trained."""
+    return sum(size for weight, size in sizes if not weight.requires_grad)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

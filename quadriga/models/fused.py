@@ -97,8 +97,7 @@ class GatedSiLU(torch.autograd.Function):
             return fused_triton.gated_silu_gradients(grad, gate, up)
         # Compute silu(gate) again: saving it would take a third wide tensor.
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        grad_up = silu(gate).mul_(grad)
-        return grad_gate, grad_up
+        return grad_gate, silu(gate).mul_(grad)
 
 
 def fuse(model: PreTrainedModel) -> dict[str, int]:

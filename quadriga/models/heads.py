@@ -40,10 +40,9 @@ logger = logging.getLogger(__name__)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 512  # default number of tokens of a chunk on a CPU
 _CHUNK_TOKENS_GPU = 2048  # a GPU reads and writes the weight's gradient for each chunk
-# Number of tokens whose logits are processed together, so that they stay in the cache, by device
-# type.
-_TOKEN_BLOCK = {"cpu": 16}
-_TOKEN_BLOCK_GPU = 128
+# Number of tokens whose logits are processed together, so that they stay in the cache.
+_BLOCK_TOKENS = 16  # on a CPU
+_BLOCK_TOKENS_GPU = 128
 _VOCABULARY_BLOCK = 4096  # rows of the weight that are converted to float32 at a time
 
 
@@ -173,7 +172,7 @@ def token_scores(
     """
     is_half = hidden.dtype == weight.dtype and hidden.dtype in HALF_DTYPES
     needs_logits = top_k is not None or targets.dim() > 1 or rule.softcap is not None
-    default_chunk = CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_GPU
+    is_on_cpu = hidden.device.type == "cpu"
     if rule.softcap is None:
         # Without a cap, the scale can be part of the temperature, which the kernels support.
         temperature = temperature / rule.scale
@@ -184,7 +183,8 @@ def token_scores(
         with_entropy=with_entropy,
         with_sum_pi_squared=with_sum_pi_squared,
         top_k=top_k,
-        chunk_tokens=chunk_tokens or default_chunk,
+        chunk_tokens=chunk_tokens or (CHUNK_TOKENS if is_on_cpu else _CHUNK_TOKENS_GPU),
+        block_tokens=_BLOCK_TOKENS if is_on_cpu else _BLOCK_TOKENS_GPU,
         shard=shard,
         use_triton=is_half and not needs_logits and can_launch_triton(hidden.device),
     )
@@ -230,8 +230,15 @@ class _ScoreOptions:
     with_sum_pi_squared: bool
     top_k: int | None
     chunk_tokens: int
+    block_tokens: int
     shard: VocabularyShard | None
     use_triton: bool
+
+    def prepare_logits(self, logits: Tensor) -> None:
+        """Turn a head's products [..., V'] into logits over the temperature, in place."""
+        self.rule.apply(logits)
+        if self.temperature != 1.0:
+            logits.div_(self.temperature)
 
 
 def head_logits(
@@ -281,10 +288,6 @@ def exact_in_bfloat16() -> Iterator[None]:
         settings.fp32_precision = before
 
 
-# The likeliest tokens' logits or log-probs, and their ids: [M, k] each, or None twice.
-_Top = tuple[Tensor, Tensor] | tuple[None, None]
-
-
 class _TokenInputs(NamedTuple):
     """Inputs of the logits' gradient: gradients of the outputs, and statistics of the vocabulary.
 
@@ -302,13 +305,7 @@ class _TokenInputs(NamedTuple):
 
     def select(self, tokens: slice) -> "_TokenInputs":
         """Select some of the tokens."""
-        grad_entropy = None if self.grad_entropy is None else self.grad_entropy[tokens]
-        return _TokenInputs(
-            grad_log_probs=self.grad_log_probs[tokens],
-            grad_entropy=grad_entropy,
-            normalizer=self.normalizer[tokens],
-            entropy=self.entropy[tokens],
-        )
+        return self._make(None if part is None else part[tokens] for part in self)
 
 
 class _TokenScoresFunction(torch.autograd.Function):
@@ -327,7 +324,7 @@ class _TokenScoresFunction(torch.autograd.Function):
             is_local = (target_rows >= 0) & (target_rows < weight.shape[0])
             target_rows = torch.where(is_local, target_rows, -1)
         ctx.workspace = None
-        top: _Top = (None, None)
+        top = None
         if options.use_triton:
             parts = heads_triton.statistics(
                 hidden,
@@ -348,8 +345,13 @@ class _TokenScoresFunction(torch.autograd.Function):
         if options.shard is not None and len(targets):
             group = options.shard.group
             statistics = _combine_parts(_gather_ranks(statistics, group))
-            if top[0] is not None:
-                top = _merge_top_of_ranks(top, options.top_k, group)
+            if top is not None:
+                # The likeliest among those of all ranks: [ranks, M, k] -> [M, ranks * k].
+                values, ids = (
+                    _gather_ranks(part, group).transpose(0, 1).flatten(1) for part in top
+                )
+                top_values, order = values.topk(options.top_k, dim=-1)
+                top = (top_values, ids.gather(-1, order))
 
         normalizer, entropy, target_logit, squares, *other_target_logits = statistics
         log_probs = target_logit - normalizer
@@ -358,17 +360,14 @@ class _TokenScoresFunction(torch.autograd.Function):
             columns = [log_probs, *(logits - normalizer for logits in other_target_logits)]
             log_probs = torch.stack(columns, 1)
         squares = squares.clone()
-        without_gradient = [squares]
-        if top[0] is not None:
+        ctx.mark_non_differentiable(squares, *(top or ()))
+        if top is not None:
             top[0].sub_(normalizer[:, None])  # from logits to log-probs
-            without_gradient += top
-
-        ctx.mark_non_differentiable(*without_gradient)
         ctx.save_for_backward(hidden, weight, bias, target_rows, normalizer, entropy)
         ctx.options = options
         ctx.set_materialize_grads(False)
         # Copies, so that the caller cannot change tensors that are saved for the backward pass.
-        return log_probs, entropy.clone(), squares, *top
+        return log_probs, entropy.clone(), squares, *(top or (None, None))
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, *_):
@@ -384,9 +383,7 @@ class _TokenScoresFunction(torch.autograd.Function):
             # On a GPU, the chunks are summed in float32.
             dtype = torch.float32 if weight.is_cuda else weight.dtype
             grad_weight = torch.zeros_like(weight, dtype=dtype)
-        grad_bias = None
-        if bias is not None and needs_bias:
-            grad_bias = torch.zeros_like(bias)
+        grad_bias = torch.zeros_like(bias) if needs_bias else None
 
         # Each chunk's gradient of the logits contributes to all three gradients.
         inputs = _TokenInputs(grad_log_probs, grad_entropy, normalizer, entropy)
@@ -437,15 +434,6 @@ def _gather_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered.view(group.size(), *tensor.shape)
 
 
-def _merge_top_of_ranks(top: tuple[Tensor, Tensor], top_k: int, group: dist.ProcessGroup) -> _Top:
-    """Find the likeliest tokens [M, k] of the vocabulary among the likeliest of each rank."""
-    # [ranks, M, k] -> [M, ranks * k]
-    values = _gather_ranks(top[0], group).transpose(0, 1).flatten(1)
-    ids = _gather_ranks(top[1], group).transpose(0, 1).flatten(1)
-    top_values, order = values.topk(top_k, dim=-1)
-    return top_values, ids.gather(-1, order)
-
-
 def _slices(length: int, size: int) -> list[slice]:
     """Divide `length` elements into slices of at most `size` elements."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
@@ -453,7 +441,7 @@ def _slices(length: int, size: int) -> list[slice]:
 
 def _chunked_statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target_rows: Tensor, options: _ScoreOptions
-) -> tuple[Tensor, Tensor, _Top]:
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """Compute the statistics of this rank's vocabulary, in plain torch.
 
     Args:
@@ -469,13 +457,13 @@ def _chunked_statistics(
     """
     num_tokens = len(hidden)
     num_rows = len(weight)
-    block_size = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_GPU)
     if target_rows.dim() == 1:
         target_rows = target_rows[:, None]
     statistics = hidden.new_zeros(3 + target_rows.shape[1], num_tokens, dtype=torch.float32)
-    workspace_size = min(options.chunk_tokens, num_tokens)
-    workspace = hidden.new_empty(workspace_size, num_rows, dtype=torch.float32)
-    top: _Top = (None, None)
+    workspace = hidden.new_empty(
+        min(options.chunk_tokens, num_tokens), num_rows, dtype=torch.float32
+    )
+    top = None
     if options.top_k is not None:
         shape = (num_tokens, options.top_k)
         top = (statistics.new_full(shape, -torch.inf), target_rows.new_full(shape, -1))
@@ -485,11 +473,11 @@ def _chunked_statistics(
         logits = head_logits(hidden[tokens], weight, bias, workspace[:length])
         chunk_target_rows = target_rows[tokens]
         chunk_statistics = statistics[:, tokens]
-        for block in _slices(length, block_size):
+        for block in _slices(length, options.block_tokens):
             _block_statistics(
                 logits[block], chunk_target_rows[block], chunk_statistics[:, block], options
             )
-        if top[0] is not None:
+        if top is not None:
             # A shard may have fewer than k rows.
             num_best = min(top[0].shape[1], num_rows)
             best = logits.topk(num_best, dim=-1)
@@ -510,34 +498,30 @@ def _block_statistics(
         result: [3 + K, C] zeros, changed in place.
         options: options of `token_scores`.
     """
-    if options.rule.softcap is not None:
-        options.rule.apply(logits)
-    if options.temperature != 1.0:
-        logits.div_(options.temperature)
+    options.prepare_logits(logits)
     normalizer, entropy, target_logit, squares, *other_target_logits = result
-    target_logits = logits.new_full(target_rows.shape, -torch.inf)
     if not logits.shape[1]:
-        normalizer.fill_(-torch.inf)
-    else:
-        target_logits = logits.gather(-1, target_rows.clamp(min=0))
-        target_logits.masked_fill_(target_rows < 0, -torch.inf)
-        # Relative to the largest logit, so that exponentials do not overflow.
-        peak = logits.amax(-1)  # [C]
-        shifted = logits - peak[:, None]
-        # Only the entropy needs the shifted logits again. Without it, their memory is reused.
-        weights = shifted.exp() if options.with_entropy else shifted.exp_()
-        total = weights.sum(-1)
-        log_total = total.log()
-        torch.add(peak, log_total, out=normalizer)
-        if options.with_entropy:
-            mean = torch.linalg.vecdot(weights, shifted) / total
-            torch.sub(log_total, mean, out=entropy)
-        if options.with_sum_pi_squared:
-            torch.div(torch.linalg.vecdot(weights, weights), total.square(), out=squares)
-    for logit, column in zip(
-        (target_logit, *other_target_logits), target_logits.unbind(1), strict=True
-    ):
-        logit.copy_(column)
+        # This rank has no rows: the normaliser and the targets' logits are those of nothing.
+        for row in (normalizer, target_logit, *other_target_logits):
+            row.fill_(-torch.inf)
+        return
+    target_logits = logits.gather(-1, target_rows.clamp(min=0))
+    target_logits.masked_fill_(target_rows < 0, -torch.inf)
+    for number, row in enumerate((target_logit, *other_target_logits)):
+        row.copy_(target_logits[:, number])
+    # Relative to the largest logit, so that exponentials do not overflow.
+    peak = logits.amax(-1)  # [C]
+    shifted = logits - peak[:, None]
+    # Only the entropy needs the shifted logits again. Without it, their memory is reused.
+    weights = shifted.exp() if options.with_entropy else shifted.exp_()
+    total = weights.sum(-1)
+    log_total = total.log()
+    torch.add(peak, log_total, out=normalizer)
+    if options.with_entropy:
+        mean = torch.linalg.vecdot(weights, shifted) / total
+        torch.sub(log_total, mean, out=entropy)
+    if options.with_sum_pi_squared:
+        torch.div(torch.linalg.vecdot(weights, weights), total.square(), out=squares)
 
 
 def _chunked_gradients(
@@ -584,7 +568,6 @@ def _chunked_gradients(
     # The caller multiplies gradients in the dtype of the weight.
     is_half = weight.dtype != torch.float32
     results = torch.empty_like(workspace, dtype=weight.dtype) if is_half else workspace
-    block_size = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_GPU)
 
     # The last chunk first, whose logits are in the workspace.
     for tokens in reversed(chunks):
@@ -594,13 +577,10 @@ def _chunked_gradients(
             logits = head_logits(hidden[tokens], weight, bias, logits)
         chunk_target_rows = target_rows[tokens]
         chunk_inputs = inputs.select(tokens)
-        for block in _slices(length, block_size):
+        for block in _slices(length, options.block_tokens):
             block_logits = logits[block]
             if not has_logits:
-                if options.rule.softcap is not None:
-                    options.rule.apply(block_logits)
-                if options.temperature != 1.0:
-                    block_logits.div_(options.temperature)
+                options.prepare_logits(block_logits)
             _block_gradients(
                 block_logits, chunk_target_rows[block], chunk_inputs.select(block), options
             )

@@ -114,14 +114,11 @@ def _require_weights(
         EngineError: parameters lack weights, or have other shapes in the files.
     """
     # By identity, because tied parameters have several names.
-    optional = set()
-    if not needs_head:
-        optional = {id(parameter) for parameter in head_of(model).parameters()}
-    mismatches = {}
-    for name, file_shape, model_shape in info["mismatched_keys"]:
-        mismatches[name] = (
-            f", of shape {list(file_shape)} in the files and {list(model_shape)} in the model"
-        )
+    optional = set() if needs_head else set(map(id, head_of(model).parameters()))
+    mismatches = {
+        name: f", of shape {list(file_shape)} in the files and {list(model_shape)} in the model"
+        for name, file_shape, model_shape in info["mismatched_keys"]
+    }
 
     names = {*info["missing_keys"], *mismatches}
     missing = [name for name in names if id(model.get_parameter(name)) not in optional]
@@ -293,13 +290,10 @@ def _has_untied_head(folder: Path) -> bool:
         head = weights.read(_HEAD)
         # The embedding has the shape of the head. Its name depends on the architecture, so any
         # weight of this shape may be the embedding. If one of them is equal, the head is tied.
-        has_embedding = False
-        for name, shape in weights.shapes.items():
-            if name != _HEAD and shape == head.shape:
-                has_embedding = True
-                if torch.equal(head, weights.read(name)):
-                    return False
-        return has_embedding
+        shapes = weights.shapes.items()
+        candidates = [name for name, shape in shapes if name != _HEAD and shape == head.shape]
+        is_tied = any(torch.equal(head, weights.read(name)) for name in candidates)
+        return bool(candidates) and not is_tied
     # The weights are loaded later, which reports the error.
     except CheckpointError:
         return False
@@ -378,8 +372,12 @@ def explain_load_errors(
                 SafetensorFiles(sorted(Path(path).glob("*.safetensors")))
             except CheckpointError as damage:
                 got = f"{damage.where}, {damage.got}"
-        expected = f"a folder or hub name that transformers can load as a {kind}"
-        raise EngineError(f"model {path}", got=got, expected=expected, fix=fix) from error
+        raise EngineError(
+            f"model {path}",
+            got=got,
+            expected=f"a folder or hub name that transformers can load as a {kind}",
+            fix=fix,
+        ) from error
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> tuple[int, ...]:

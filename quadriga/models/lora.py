@@ -89,9 +89,12 @@ def _require_same_shapes(
     first = min(differing)
     got = f"{len(differing)} tensors that do not match this model, first {first}: "
     got += f"shape {tuple(file_shapes[first])}" if first in file_shapes else "none"
-    expected = f"shape {tuple(model_shapes[first])}" if first in model_shapes else "none"
-    fix = "Start from the model that the adapter was trained on."
-    raise EngineError(f"adapter {folder}", got=got, expected=expected, fix=fix)
+    raise EngineError(
+        f"adapter {folder}",
+        got=got,
+        expected=f"shape {tuple(model_shapes[first])}" if first in model_shapes else "none",
+        fix="Start from the model that the adapter was trained on.",
+    )
 
 
 def adapter_of(model: nn.Module) -> AdapterShape | None:
@@ -199,9 +202,8 @@ def _inject_factors(model: PreTrainedModel, shape: AdapterShape) -> None:
         base = layer.get_base_layer()
         if type(base) is nn.Linear and base is not head:
             continue
-        description = "the head"
-        if base is not head:
-            description = f"a module {str(base).splitlines()[0].rstrip('(')}"
+        kind = f"a module {str(base).splitlines()[0].rstrip('(')}"
+        description = "the head" if base is head else kind
         raise EngineError(
             _TARGETS,
             got=f"{shape.target_modules!r}, which includes {description}",

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,31 +115,27 @@ def _states_and_numbers(
     """
     model = scorer.model
     head = model.get_submodule(scorer.head)
-    states = []
-
-    def record(module: Any, inputs: Any, output: Any) -> None:
-        """Hook of the backbone: keep its hidden states."""
-        states.append(output.last_hidden_state[0])
-
-    hook = backbone(model).register_forward_hook(record)
+    states = []  # hidden states of each call of the backbone
+    hook = backbone(model).register_forward_hook(
+        lambda module, inputs, output: states.append(output.last_hidden_state[0])
+    )
     try:
         # By the scorer.
-        batch_numbers = [scorer(batch, ScoreQuestion())[scorer.output] for batch in batches]
-        pairs = zip(batches, states, strict=True)
-        batch_states = [hidden[batch.predictors] for batch, hidden in pairs]
-        states.clear()
+        batch_numbers = []
+        batch_states = []
+        for batch in batches:
+            batch_numbers.append(scorer(batch, ScoreQuestion())[scorer.output])
+            batch_states.append(states.pop()[batch.predictors])
 
-        # By transformers. `row_numbers` has the number at the end of each row.
-        row_numbers = []
+        # By transformers, which itself computes the score at the end of each row, but no values.
+        row_scores = []
         with _use_transformers_modules(model):
             for prompt, response in rows:
                 tokens = torch.tensor([prompt + response[:-1]], device=model.device)
                 if isinstance(scorer, RewardScorer):
-                    output = model(input_ids=tokens, use_cache=False)
-                    row_numbers.append(output.logits[0])
+                    row_scores.append(model(input_ids=tokens, use_cache=False).logits[0])
                 else:
                     backbone(model)(input_ids=tokens, use_cache=False)
-                    row_numbers.append(head(states[-1][-1]))
     finally:
         hook.remove()
 
@@ -150,9 +145,9 @@ def _states_and_numbers(
         [hidden[len(prompt) - 1 :] for hidden, (prompt, _) in pairs]
     )  # [M, D]
     expected_numbers = head(expected_states)  # [M, 1]
-    # At the end of each row, compare with the number that transformers itself computed.
-    ends = torch.tensor([len(response) for _, response in rows]).cumsum(0) - 1
-    expected_numbers[ends] = torch.stack(row_numbers)
+    if row_scores:
+        ends = torch.tensor([len(response) for _, response in rows]).cumsum(0) - 1
+        expected_numbers[ends] = torch.stack(row_scores)
 
     state_scale = expected_states.abs().max().clamp(min=1.0)
     number_scale = expected_numbers.abs().max().clamp(min=1.0)
@@ -207,20 +202,14 @@ def describe_model(path: str | Path, *, trust_remote_code: bool = False) -> Iter
         description = (
             f"one row at a time, by the attention '{way.attention}' of transformers ({way.reason})"
         )
-    yield f"rows are computed {description}; {_seconds_since(start)}"
+    yield f"rows are computed {description}; {time.perf_counter() - start:.1f} s"
     model = load_causal_lm(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
     start = time.perf_counter()
     difference = probe(PolicyScorer(model), "model")
-    if difference is None:
-        result = "not compared: it takes images"
-    else:
+    result = "not compared: it takes images"
+    if difference is not None:
         result = f"off by at most {difference:.1g} nats, {BOUND} allowed"
     yield (
         "log-probs beside transformers' own forward, on its weights in float32: "
-        f"{result}; {_seconds_since(start)}"
+        f"{result}; {time.perf_counter() - start:.1f} s"
     )
-
-
-def _seconds_since(start: float) -> str:
-    """Time since `start` in words."""
-    return f"{time.perf_counter() - start:.1f} s"

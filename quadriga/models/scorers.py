@@ -98,9 +98,14 @@ class Sharing:
 
 
 class Scorer(nn.Module, ABC):
-    """Computes a model's outputs for each predicted token. There is a subclass per kind of head."""
+    """Computes a model's outputs for each predicted token. There is a subclass per kind of head.
+
+    Attributes:
+        output: name of the output that is always computed.
+    """
 
     model: PreTrainedModel
+    output: str
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -108,12 +113,10 @@ class Scorer(nn.Module, ABC):
         self.sharing = Sharing()
         # Routes are replayed and counted in packed batches only.
         self.routers = Routers(model if is_packed(model) else nn.Module())
-        # A tuple hides the backbone from `nn.Module`, which would register it under a second name.
-        self._backbone = (backbone(model),)
 
-    @abstractmethod
-    def output_names(self, question: ScoreQuestion) -> tuple[str, ...]:
+    def output_names(self, question: ScoreQuestion) -> list[str]:
         """Names of the outputs, [M] each, or [M, k] for the likeliest tokens."""
+        return [self.output]
 
     @abstractmethod
     def score(
@@ -151,8 +154,9 @@ class Scorer(nn.Module, ABC):
         if received is not None:
             inputs = {"inputs_embeds": received}
         elif batch.images is not None:
-            start = self.sharing.first_token(batch)
-            inputs = decoder_inputs(self.model, input_ids, batch.images, start)
+            inputs = decoder_inputs(
+                self.model, input_ids, batch.images, self.sharing.first_token(batch)
+            )
         else:
             inputs = {"input_ids": input_ids}
         if is_packed(self.model):
@@ -161,8 +165,9 @@ class Scorer(nn.Module, ABC):
         if batch.routing is not None:
             routed = self.sharing.routed_tokens(batch, input_ids.shape[1])
             inputs["routed_tokens"] = routed
-        (body,) = self._backbone
-        output = body(**inputs, position_ids=position_ids, attention_mask=None, use_cache=False)
+        output = backbone(self.model)(
+            **inputs, position_ids=position_ids, attention_mask=None, use_cache=False
+        )
         hidden = output.last_hidden_state  # [1, n, D]
         if routed is not None:
             self.keep_chosen_experts(routed)
@@ -185,16 +190,18 @@ class PolicyScorer(Scorer):
     `log_probs` are those of the first and `other_log_probs` [M, K - 1] those of the others.
     """
 
-    def output_names(self, question: ScoreQuestion) -> tuple[str, ...]:
+    output = "log_probs"
+
+    def output_names(self, question: ScoreQuestion) -> list[str]:
         """Names of the requested outputs."""
-        names = ["log_probs"]
+        names = [self.output]
         if question.with_entropy:
             names.append("entropy")
         if question.with_sum_pi_squared:
             names.append("sum_pi_squared")
         if question.top_k:
             names += ["top_log_probs", "top_ids"]
-        return tuple(names)
+        return names
 
     def score(
         self, hidden: Tensor, batch: PackedBatch, question: ScoreQuestion
@@ -234,16 +241,10 @@ class NumberScorer(Scorer):
     """A number per predicted token, read by a linear head [1, D] at the token before it.
 
     Attributes:
-        output: name of the numbers.
         head: path of the head in the model.
     """
 
-    output: str
     head: str
-
-    def output_names(self, question: ScoreQuestion) -> tuple[str, ...]:
-        """Name of the numbers."""
-        return (self.output,)
 
     def score(
         self, hidden: Tensor, batch: PackedBatch, question: ScoreQuestion

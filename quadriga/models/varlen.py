@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quadriga.models.flash import Segment
+from quadriga.models.flash import Segment, random_state
 
 _aten = torch.ops.aten
 
@@ -93,9 +93,7 @@ class PackedRuns:
 
 def _token_indices(segments: Iterable[Segment], device: torch.device) -> Tensor:
     """Find the packed indices of the tokens of some segments."""
-    ranges = []
-    for segment in segments:
-        ranges.append(np.arange(segment.start, segment.start + segment.length))
+    ranges = [np.arange(segment.start, segment.start + segment.length) for segment in segments]
     return torch.from_numpy(np.concatenate(ranges)).to(device)
 
 
@@ -150,9 +148,13 @@ class VarlenAttention(torch.autograd.Function):
                 tensor.index_select(0, runs.continuing_tokens) for tensor in (out_grad, out)
             ]
             prefix_results.append(sums.index_select(1, runs.continuing_tokens))
-            prefix_inputs = runs.select_prefix_inputs(*inputs)
             prefix_grads = _backward(
-                prefix_results, prefix_inputs, runs.continuations, runs.prefixes, False, scale
+                prefix_results,
+                runs.select_prefix_inputs(*inputs),
+                runs.continuations,
+                runs.prefixes,
+                False,
+                scale,
             )
             # Add the second call's gradients where a token took part in both calls.
             indices = (runs.continuing_tokens, runs.prefix_tokens, runs.prefix_tokens)
@@ -194,9 +196,9 @@ def _forward(
         keys.offsets,
         queries.longest,
         keys.longest,
-        0.0,
+        0.0,  # no dropout
         is_causal,
-        False,
+        False,  # no mask for debugging
         scale=scale,
         **_window_options(num_left),
     )
@@ -222,9 +224,6 @@ def _backward(
         The gradients of the inputs.
     """
     grad, out, sums = results
-    # State of the random generator, which the kernel does not read without dropout.
-    seed = out.new_empty(2, dtype=torch.uint64)
-    offset = out.new_empty((), dtype=torch.uint64)
     grads = _aten._flash_attention_backward(
         grad,
         *inputs,
@@ -234,10 +233,9 @@ def _backward(
         keys.offsets,
         queries.longest,
         keys.longest,
-        0.0,
+        0.0,  # no dropout
         is_causal,
-        seed,
-        offset,
+        *random_state(out.device),
         scale=scale,
         **_window_options(num_left),
     )

@@ -250,8 +250,11 @@ def decoder_inputs(
         zero = torch.stack(sums).sum() * 0.0
         return {"inputs_embeds": embeddings + zero}
     if len(images.token_indices) != len(features):
-        got = f"{len(features)} embeddings for {len(images.token_indices)} places"
-        raise EngineError("images of a batch", got=got, expected="one for each image token")
+        raise EngineError(
+            "images of a batch",
+            got=f"{len(features)} embeddings for {len(images.token_indices)} places",
+            expected="one for each image token",
+        )
     token_indices = images.token_indices
     if start is not None:
         # Keep the embeddings at this rank's tokens.

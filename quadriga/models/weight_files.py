@@ -108,10 +108,10 @@ def _files_of_index(folder: Path) -> list[Path]:
         # Compare paths without resolving links: in a hub's cache, files are links to other folders.
         if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
             raise _outside_error(index, file)
-    for file in files:
         if not file.exists():
-            expected = f"the file that {INDEX} names"
-            raise CheckpointError(str(file), "no such file", expected, _ANOTHER)
+            raise CheckpointError(
+                str(file), "no such file", f"the file that {INDEX} names", _ANOTHER
+            )
     return files
 
 
@@ -241,8 +241,9 @@ class ChunkReader(FileSystemReader):
         except Exception as error:
             raise _unreadable_error(path, error) from error
         if not isinstance(chunk_list, Metadata) or chunk_list.storage_data is None:
-            got = type(chunk_list).__name__
-            raise DamagedCheckpointError(str(path), got, "a list of chunks", _ANOTHER)
+            raise DamagedCheckpointError(
+                str(path), type(chunk_list).__name__, "a list of chunks", _ANOTHER
+            )
         return chunk_list
 
     def _require_complete_files(self) -> None:

@@ -98,7 +98,7 @@ def step_calls(calls: Sequence[CallTime], step_s: float, end_s: float) -> dict[s
         counts from the begin of the step. Calls that ended before the step began are left out.
     """
     begin_s = end_s - step_s
-    rows: dict[str, list[list[float]]] = {}
+    rows = {}
     for call in calls:
         if call.begin_s + call.seconds <= begin_s:
             continue

@@ -58,7 +58,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
     Merging in stages gives the same result as merging at once.
     """
-    collected: dict[str, list[Metric]] = {}
+    collected = {}
     for part in parts:
         for name, metric in part.items():
             collected.setdefault(name, []).append(metric)
@@ -83,7 +83,7 @@ def reduce_metrics(*parts: Mapping[str, Metric | Sequence[Metric]]) -> dict[str,
             for name, metric in part.items():
                 lists[name] += [metric] if isinstance(metric, Metric) else metric
         collected = lists
-    reduced: dict[str, float] = {}
+    reduced = {}
     for name, metric in collected.items():
         if isinstance(metric, Metric):
             reduced[name] = metric.value

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
@@ -95,24 +96,20 @@ def probe_capabilities(
     Returns:
         The results, in the order of the packages.
     """
-
-    def probe(extra: Extra) -> Capability:
-        return _probe(extra, timeout_s, extra.is_quick or try_all)
-
     with ThreadPoolExecutor(NUM_IMPORTS) as pool:
+        probe = partial(_probe, timeout_s=timeout_s, try_all=try_all)
         return list(pool.map(probe, extras))
 
 
 def release_numbers(text: str) -> tuple[int, ...]:
     """Leading release numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
     release = re.match(r"\d+(?:\.\d+)*", text)
-    if release is None:
-        return ()
-    return tuple(int(part) for part in release.group().split("."))
+    return tuple(map(int, release[0].split("."))) if release else ()
 
 
-def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
-    """Probe one package. With `is_tried` import it, else compare its requirements."""
+def _probe(extra: Extra, *, timeout_s: float, try_all: bool) -> Capability:
+    """Probe one package: import it, or only compare its requirements."""
+    is_tried = extra.is_quick or try_all
     # mlflow also comes as a smaller distribution with the same module, which serves as well.
     distribution, found_version = installed(extra.package, f"{extra.package}-skinny")
     if not found_version:
@@ -123,12 +120,11 @@ def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
         problem = _import_problem(extra.module, timeout_s)
     else:
         problem = _requirement_problem(extra.module, distribution)
-    success = "imports" if is_tried else NOT_TRIED
     return Capability(
         package=extra.package,
         version=found_version,
         is_usable=not problem,
-        reason=problem or success,
+        reason=problem or ("imports" if is_tried else NOT_TRIED),
         purpose=extra.purpose,
     )
 

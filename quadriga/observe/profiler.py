@@ -117,7 +117,7 @@ class Recording:
         Times count from `origin_ns`, and process numbers and ids are unique among all processes.
         """
         shift_us = (trace["baseTimeNanoseconds"] - self.origin_ns) / 1000
-        pids: dict[int, int] = {}
+        pids = {}
         events = []
         for event in trace["traceEvents"]:
             # The profiler's events about itself have a text as process.

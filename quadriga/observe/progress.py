@@ -58,6 +58,8 @@ ABOVE = 24
 COLORS = ("#3b6fd4", "#d9480f", "#2b8a6e", "#6d5bd0", "#a61e4d", "#e67700")
 INK = 'fill="#7a8191" font-family="sans-serif" font-size="11"'
 Points = Sequence[tuple[float, float]]
+Fields = Mapping[str, str]
+"""Fields of a step: text by label."""
 
 
 class Headline(NamedTuple):
@@ -106,13 +108,10 @@ def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
     Returns:
         Text by label, in a fixed order.
     """
-    fields: dict[str, str] = {}
+    fields = {}
     for label, sources, form, has_zero in HEADLINES:
-        values = [metrics[name] for name in sources if name in metrics]
-        if not values:
-            continue
-        value = values[0]
-        if value == 0 and not has_zero:
+        value = next((metrics[name] for name in sources if name in metrics), None)
+        if value is None or (value == 0 and not has_zero):
             continue
         if not math.isfinite(value):
             fields[label] = str(value)
@@ -176,7 +175,7 @@ def summary_lines(metrics_of_steps: Mapping[int, Mapping[str, float]]) -> list[s
     """
     fields_of_steps = {step: step_fields(metrics) for step, metrics in metrics_of_steps.items()}
     shown_steps = [step for step, fields in fields_of_steps.items() if fields]
-    widths: dict[str, int] = {}
+    widths = {}
     lines = []
     for step in shown_steps[-NUM_SUMMARY_STEPS:]:
         lines.append(align_fields({"step": str(step), **fields_of_steps[step]}, widths))
@@ -289,7 +288,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._closing_s = now - self._marks[0][1]
         self._marks[0] = (self.initial, now)
 
-    def update(self, step: int, fields: Mapping[str, str]) -> None:
+    def update(self, step: int, fields: Fields) -> None:
         """Show that `step` steps are done, and the numbers of the last one.
 
         Args:
@@ -310,16 +309,13 @@ class Progress(AbstractContextManager["Progress"]):
         if self._bar is not None:
             text = self._bar_text(fields)
             self._bar.update(self._task, completed=step, total=self.total, fields=text)
-            return
-        if self._cell is not None:
+        elif self._cell is not None:
             self._cell.update(step, self.total, fields)
-            return
-        position = f"{step:>{len(str(self.total))}}/{self.total}"
-        line = align_fields({self._description: position, **fields}, self._widths)
-        left_s = self.left_s
-        if left_s:
-            line += f"{GAP}{clock_text(left_s)} left"
-        self.message(line)
+        else:
+            position = f"{step:>{len(str(self.total))}}/{self.total}"
+            line = align_fields({self._description: position, **fields}, self._widths)
+            left_s = self.left_s
+            self.message(f"{line}{GAP}{clock_text(left_s)} left" if left_s else line)
 
     def _report_activity(self, quiet_s: float) -> None:
         """Print the current activity whenever the log has had no line for `quiet_s` seconds."""
@@ -327,24 +323,20 @@ class Progress(AbstractContextManager["Progress"]):
         while not self._is_closed.wait(wait_s):
             now = self._clock()
             wait_s = self._last_line_s + quiet_s - now
-            if wait_s <= 0:
-                self.message(self._activity_line(now))
-                wait_s = quiet_s
+            if wait_s > 0:
+                continue
+            wait_s = quiet_s
+            step, marked_s = self._marks[-1]
+            since_s = now - marked_s
+            parts = [f"after {self._description} {step}/{self.total}: {since_s:.0f} s"]
+            parts += filter(None, [self._activity()])
+            left_s = self.left_s
+            if left_s:
+                # `left_s` counts from the end of the last step.
+                parts.append(f"{clock_text(max(0.0, left_s - since_s))} left")
+            self.message(GAP.join(parts))
 
-    def _activity_line(self, now: float) -> str:
-        """Format the line that a log gets when a step takes long."""
-        step, marked_s = self._marks[-1]
-        parts = [f"after {self._description} {step}/{self.total}: {now - marked_s:.0f} s"]
-        activity = self._activity()
-        if activity:
-            parts.append(activity)
-        left_s = self.left_s
-        if left_s:
-            # `left_s` counts from the end of the last step.
-            parts.append(f"{clock_text(max(0.0, left_s - (now - marked_s)))} left")
-        return GAP.join(parts)
-
-    def _bar_text(self, fields: Mapping[str, str]) -> str:
+    def _bar_text(self, fields: Fields) -> str:
         """Join the fields for which there is room beside the bar."""
         labels = [label for label in BAR_FIELDS if label in fields] or list(fields)
         width = self._console.width
@@ -361,9 +353,9 @@ class Progress(AbstractContextManager["Progress"]):
         self._last_line_s = self._clock()
         if self._cell is not None:
             print(text, flush=True)
-            return
-        # No markup: "[/b]" in the response of a model is text.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            # No markup: "[/b]" in the response of a model is text.
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop the bar and leave its last state on the screen. May be called twice."""
@@ -372,7 +364,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._bar.stop()
 
 
-def align_fields(fields: Mapping[str, str], widths: dict[str, int]) -> str:
+def align_fields(fields: Fields, widths: dict[str, int]) -> str:
     """Format fields as a line whose columns are aligned with those of earlier lines.
 
     Args:
@@ -422,6 +414,7 @@ class Picture:
         self.curves = {name: points for name, points in curves.items() if points}
 
     def _repr_svg_(self) -> str:
+        """Draw the curves as SVG; a notebook calls this."""
         points = [point for curve in self.curves.values() for point in curve] or [(0.0, 0.0)]
         steps, values = zip(*points, strict=True)
         first = min(steps)
@@ -451,8 +444,7 @@ class Picture:
             stroke = f'fill="none" stroke="{color}" stroke-width="1.8"'
             parts.append(f'<polyline points="{" ".join(line)}" {stroke}/>')
             # A dot marks the last point.
-            x_text, y_text = line[-1].split(",")
-            parts.append(f'<circle cx="{x_text}" cy="{y_text}" r="2.6" fill="{color}"/>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"/>')
             place = f'x="{LEFT + 180 * number}" y="14" font-family="sans-serif" font-size="12"'
             parts.append(f'<text {place} fill="{color}">{escape(name)}</text>')
         return "".join([*parts, "</svg>"])
@@ -479,6 +471,7 @@ class Picture:
         return path
 
     def _save_png(self, path: Path) -> None:
+        """Draw the curves with matplotlib."""
         try:
             figure_class = import_module("matplotlib.figure").Figure
         except ImportError as error:
@@ -514,12 +507,12 @@ class NotebookCell:
         self._handle = display.display(display.HTML(""), display_id=True)
         self.update(initial, total, {})
 
-    def update(self, step: int, total: int, fields: Mapping[str, str]) -> None:
+    def update(self, step: int, total: int, fields: Fields) -> None:
         """Show that `step` of `total` steps are done, and the fields of the last one."""
         # The first field is the reward or the loss.
         for label, value in list(fields.items())[:1]:
             self._curves.setdefault(label, []).append((step, float(value.replace(" ", ""))))
-        text = escape("  ".join(f"{label} {value}" for label, value in fields.items()))
+        text = escape(GAP.join(f"{label} {value}" for label, value in fields.items()))
         bar = f'<progress value="{step}" max="{total}"></progress> step {step}/{total}'
         curves: Any = Picture(self._curves)._repr_svg_() if self._curves else ""
         self._handle.update(self._html(f"<div>{bar} <code>{text}</code></div>{curves}"))

@@ -59,8 +59,7 @@ def stop_on_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
             return
         stop_requested.set()
         # print() is not reentrant, and the signal may have interrupted a call of it.
-        notice = f"{STOP_NOTICE} {fallback()}".rstrip()
-        write_error(f"{notice}\n")
+        write_error(f"{STOP_NOTICE} {fallback()}".rstrip() + "\n")
 
     if not _handlers:
         _handlers.append(signal.getsignal(signal.SIGTERM))

@@ -196,7 +196,7 @@ class Timeline:
     def render(self) -> str:
         """The chart as text: a line for each part, with its seconds and a bar on a common axis."""
         now_s = self._clock() - self._origin
-        rows: list[tuple[str, float, float]] = []  # name, start and end
+        rows = []  # name, start and end
         total_s = 0.0
         covered_s = 0.0  # end of the last part so far
         for part in self._parts:

@@ -71,7 +71,8 @@ class _WaitingBlock:
             if seconds >= 120:
                 duration = f"{seconds // 60} min {seconds % 60:02d} s"
             try:
-                state = f": {self.detail()}" if self.detail else self._place()
+                frame = sys._current_frames().get(self.thread)
+                state = f": {self.detail()}" if self.detail else place_of(frame)
             except Exception as error:
                 # The wait matters more than its detail: report it, and why the detail is missing.
                 state = f" (its detail failed: {type(error).__name__}: {error})"
@@ -80,9 +81,6 @@ class _WaitingBlock:
                 self.emit(f"waiting {duration} for {self.subject}{state}")
         finally:
             self.reporting.release()
-
-    def _place(self) -> str:
-        return place_of(sys._current_frames().get(self.thread))
 
 
 class _Watch(threading.Thread):

@@ -7,6 +7,7 @@ CUDA reports, which is less than in the data sheet.
 """
 
 import csv
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,15 +25,23 @@ class PassTimes:
     """Measured seconds of a part of a model, on one rank.
 
     Attributes:
-        forward_s: pass without gradients, per token.
-        update_s: forward and backward pass, per token.
+        forward_call_s: pass without gradients over a micro-batch, besides its tokens.
+        forward_token_s: the same for each token.
+        update_call_s: forward and backward pass over a micro-batch, besides its tokens.
+        update_token_s: the same for each token.
+        optimizer_s: optimizer step.
+        publish_s: weight sync.
         generation_start_s: a generation's copies of the weights, prefill of the prompts, and first
             token of each sequence.
-        decode_step_s: decode step of all sequences, whose responses are short.
+        decode_step_s: decode step of all sequences.
     """
 
-    forward_s: float = 0.0
-    update_s: float = 0.0
+    forward_call_s: float = 0.0
+    forward_token_s: float = 0.0
+    update_call_s: float = 0.0
+    update_token_s: float = 0.0
+    optimizer_s: float = 0.0
+    publish_s: float = 0.0
     generation_start_s: float = 0.0
     decode_step_s: float = 0.0
 
@@ -44,7 +53,7 @@ class LayerTimes:
     Attributes:
         layer: those of each layer.
         ends: those of embedding, head and sampling, and of the calls for each pass.
-        num_new_tokens: mean length of the responses in the measured decode steps.
+        num_context_tokens: tokens of each sequence in the measured decode steps.
         num_passes: cost of the measured update in forward passes (`update_passes`).
         resident_factor: growth of the process's memory in an update, relative to the tensors that
             exist at once. The rest are freed tensors that the C library keeps.
@@ -52,7 +61,7 @@ class LayerTimes:
 
     layer: PassTimes
     ends: PassTimes
-    num_new_tokens: float = 0.0
+    num_context_tokens: float = 0.0
     num_passes: int = 3
     resident_factor: float = 1.0
 
@@ -71,8 +80,9 @@ class Devices:
         memory_bytes: size of the memory.
         flops: operations per second of large products in the dtype that computes.
         bytes_per_s: bandwidth of the memory.
-        link_bytes_per_s: bandwidth between two devices, in one direction.
+        link_bytes_per_s: bandwidth between two devices, in one direction; not used on a CPU.
         source: where the figures come from.
+        new_bytes_per_s: bandwidth to memory that the system has to map and zero first.
         process_bytes: part of the device's memory that Python and its libraries take in a rank's
             process; 0 for an accelerator.
         packed_itemsize: see `quadriga.planning.phases.RolePlan`.
@@ -86,6 +96,7 @@ class Devices:
     bytes_per_s: float
     link_bytes_per_s: float
     source: str
+    new_bytes_per_s: float = math.inf
     process_bytes: float = 0.0
     packed_itemsize: int = 0
     layer_times: Mapping[str, LayerTimes] = field(default_factory=dict)

@@ -38,7 +38,7 @@ _NUM_LINEAR = 7  # linear modules of a layer, each with an adapter
 
 @dataclass(frozen=True)
 class UpdateShape:
-    """Conditions of an update that decide about its memory.
+    """Conditions of an update, or of a pass without gradients, that decide about its memory.
 
     Attributes:
         num_tokens: N of the largest micro-batch.
@@ -156,54 +156,24 @@ def trained_parameters(sizes: ModelSizes, adapter_rank: int) -> int:
     return sizes.num_layers * adapter_rank * (attention + mlp)
 
 
-def forward_bytes(
-    sizes: ModelSizes,
-    num_tokens: int,
-    num_predicted: int,
-    *,
-    itemsize: int = 2,
-    num_shards: int = 1,
-    has_adapter: bool = False,
-    has_head: bool = True,
-    is_on_cpu: bool = False,
-) -> float:
-    """Predict the memory of a pass without gradients, besides the weights.
-
-    Args:
-        sizes: the model.
-        num_tokens: N.
-        num_predicted: M.
-        itemsize: bytes of a number of the dtype that computes.
-        num_shards: ranks that shard the weights (FSDP).
-        has_adapter: whether linear modules have an adapter.
-        has_head: whether a vocabulary head computes.
-        is_on_cpu: whether a CPU computes.
-
-    Returns:
-        Bytes at the peak.
-    """
-    token_bytes = num_tokens * itemsize
+def forward_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
+    """Predict the memory of a pass without gradients at its peak, besides the weights."""
+    token_bytes = shape.num_tokens * shape.itemsize
     # Cosines and sines; columns of the packed batch, most of them int64.
-    positions = num_tokens * (2 * sizes.head_size * itemsize + _COLUMN_BYTES)
+    positions = shape.num_tokens * (2 * sizes.head_size * shape.itemsize + _COLUMN_BYTES)
     # Beside the residual stream and its norm: gate, up and product of an MLP, or the steps of the
-    # rotation of queries and keys.
+    # rotation of queries and keys. An adapter's output is beside that of its module.
     attention = 7 * (sizes.queries + sizes.keys)
-    mlp = 3 * sizes.mlp
-    if has_adapter:
-        # The adapter's output beside that of the module.
-        mlp += sizes.mlp
+    mlp = (4 if shape.adapter_rank else 3) * sizes.mlp
     layer = token_bytes * (2 * sizes.hidden + max(mlp, attention))
     # States and outputs of the whole pass; statistics of the vocabulary.
     head = 0.0
-    if has_head:
-        states = (num_tokens + num_predicted) * sizes.hidden * itemsize
-        head = states + _statistics_bytes(sizes, num_predicted, is_on_cpu=is_on_cpu)
-        if is_on_cpu:
-            head += _logits_bytes(sizes, num_predicted, itemsize)
-    gathered = 0.0
-    if num_shards > 1:
-        gathered = _gathered_bytes(sizes, itemsize, is_on_cpu=is_on_cpu)
-    return positions + gathered + max(layer, head)
+    if shape.has_head:
+        states = (shape.num_tokens + shape.num_predicted) * sizes.hidden * shape.itemsize
+        head = states + _statistics_bytes(sizes, shape)
+        if shape.is_on_cpu:
+            head += _logits_bytes(sizes, shape)
+    return positions + _gathered_bytes(sizes, shape) + max(layer, head)
 
 
 class _Moment(NamedTuple):
@@ -225,14 +195,16 @@ def _root_parameters(sizes: ModelSizes) -> int:
     return _outside_layers(sizes) - (0 if sizes.is_tied else sizes.table_parameters)
 
 
-def _gathered_bytes(sizes: ModelSizes, itemsize: int, *, is_on_cpu: bool) -> float:
+def _gathered_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
     """Bytes of the gathered weights of sharded models, in the dtype that computes.
 
     They are those of the root, of a layer, and on an accelerator of the next one, which is gathered
     meanwhile.
     """
-    num_layers = 1 if is_on_cpu else min(2, sizes.num_layers)
-    return (_root_parameters(sizes) + num_layers * sizes.layer_parameters) * itemsize
+    if shape.num_shards == 1:
+        return 0.0
+    num_layers = 1 if shape.is_on_cpu else min(2, sizes.num_layers)
+    return (_root_parameters(sizes) + num_layers * sizes.layer_parameters) * shape.itemsize
 
 
 def _candidate_moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
@@ -262,10 +234,9 @@ def _candidate_moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
         # The embedding's own gradient is added to the head's at the end of the backward pass.
         layer_work += sizes.table_parameters * shape.itemsize
 
-    gathered = 0.0
+    gathered = _gathered_bytes(sizes, shape)
     moments = []
     if shape.num_shards > 1:
-        gathered = _gathered_bytes(sizes, shape.itemsize, is_on_cpu=shape.is_on_cpu)
         if sizes.num_layers > 1:
             # The last layer's gradients are being summed over the ranks in float32.
             summed = sizes.layer_parameters * 4.0 * (1 + 1 / shape.num_shards)
@@ -299,13 +270,13 @@ def _head_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
     if not shape.has_head:
         # A value head has one output for each token; a float32 copy of its inputs is all.
         return num_predicted * sizes.hidden * 4.0
-    statistics = _statistics_bytes(sizes, num_predicted, is_on_cpu=shape.is_on_cpu)
+    statistics = _statistics_bytes(sizes, shape)
     gradient = num_predicted * sizes.hidden * shape.itemsize
     chunk: float = min(_CHUNK_TOKENS, num_predicted) * sizes.vocabulary * shape.itemsize
     # The weight's gradient is summed over the chunks in float32, then rounded.
     gradient_itemsize = 4.0 + shape.itemsize
     if shape.is_on_cpu:
-        chunk = _logits_bytes(sizes, num_predicted, shape.itemsize)
+        chunk = _logits_bytes(sizes, shape)
         if shape.itemsize < 4:
             # The gradient of the logits, rounded for the products with it.
             chunk += min(_CPU_CHUNK_TOKENS, num_predicted) * sizes.vocabulary * shape.itemsize
@@ -316,15 +287,15 @@ def _head_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
     return statistics + chunk + gradient + weight_gradient
 
 
-def _statistics_bytes(sizes: ModelSizes, num_predicted: int, *, is_on_cpu: bool) -> float:
+def _statistics_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
     """Bytes of the head's statistics: four float32 numbers for each token and part of the rows."""
-    num_parts = 1 if is_on_cpu else -(-sizes.vocabulary // _ROWS_PER_PART)
-    return num_predicted * 4.0 * 4 * num_parts
+    num_parts = 1 if shape.is_on_cpu else -(-sizes.vocabulary // _ROWS_PER_PART)
+    return shape.num_predicted * 4.0 * 4 * num_parts
 
 
-def _logits_bytes(sizes: ModelSizes, num_predicted: int, itemsize: int) -> float:
+def _logits_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
     """Bytes of a chunk of float32 logits on a CPU, and of the float32 rows of the head."""
-    num_bytes = 4.0 * min(_CPU_CHUNK_TOKENS, num_predicted) * sizes.vocabulary
-    if itemsize < 4:
+    num_bytes = 4.0 * min(_CPU_CHUNK_TOKENS, shape.num_predicted) * sizes.vocabulary
+    if shape.itemsize < 4:
         num_bytes += 4.0 * min(_HEAD_BLOCK, sizes.vocabulary) * sizes.hidden
     return num_bytes

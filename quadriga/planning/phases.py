@@ -13,7 +13,6 @@ Legend: N packed tokens, D hidden size, F width of the MLP, Q and K numbers of a
 keys, V vocabulary.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -134,64 +133,73 @@ class Phase:
         return f"{name}: {self.total / 1e9:.3g} GB ({', '.join(large_parts)})"
 
 
-def micro_batch_tokens(
-    config: Config,
-    section: ActorConfig | CriticConfig,
-    num_ranks: int,
-    lengths: Lengths | None = None,
-) -> int:
+def micro_batch_tokens(config: Config, role: str, plan: RolePlan) -> int:
     """Number of tokens in the largest possible micro-batch of an update.
 
     Args:
         config: the configuration.
-        section: section of the role.
-        num_ranks: number of ranks of the role.
-        lengths: see `RolePlan`.
+        role: key of the role's section.
+        plan: model and ranks of the role.
     """
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    section = trained_section(config, role)
     if section.ppo_micro_batch_size_per_gpu and not section.use_dynamic_bsz:
+        longest = config.data.max_prompt_length + config.data.max_response_length
         return section.ppo_micro_batch_size_per_gpu * longest
     num_prompts = min(section.ppo_mini_batch_size, config.data.train_batch_size)
-    limit = section.ppo_max_token_len_per_gpu
-    return _pass_tokens(config, limit, num_prompts, num_ranks, lengths)
+    return _pass_tokens(config, plan, section.ppo_max_token_len_per_gpu, num_prompts)
 
 
-def _pass_tokens(
-    config: Config, limit: int, num_prompts: int, num_ranks: int, lengths: Lengths | None
-) -> int:
+def inference_tokens(config: Config, role: str, plan: RolePlan) -> int:
+    """Number of tokens in the largest micro-batch of a pass for log-probs or values.
+
+    Args:
+        config: the configuration.
+        role: key of the role's section.
+        plan: model and ranks of the role.
+    """
+    limit = config.critic.ppo_max_token_len_per_gpu
+    if role == ACTOR:
+        limit = config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
+    return _pass_tokens(config, plan, limit, config.data.train_batch_size)
+
+
+def _pass_tokens(config: Config, plan: RolePlan, limit: int, num_prompts: int) -> int:
     """Largest number of tokens in a micro-batch that is limited by tokens.
 
     Args:
         config: the configuration.
+        plan: model and ranks of the role.
         limit: tokens of a micro-batch.
         num_prompts: prompts that all ranks divide into micro-batches.
-        num_ranks: number of ranks that share the work.
-        lengths: see `RolePlan`.
     """
     response = config.data.max_response_length
     # A sequence that is longer than the limit is alone in its micro-batch.
     limit = max(limit, config.data.max_prompt_length + response)
-    most_tokens = _most_tokens(config, num_prompts, num_ranks)
-    if lengths is None or lengths.response < response or not _is_single_turn(config):
+    if not _is_single_turn(config):
+        # A rollout may have several sequences, so there is no other limit.
+        return limit
+    num_samples = config.actor_rollout_ref.rollout.n
+    num_sequences = -(-num_prompts * num_samples // plan.layout.world_size)
+    if config.actor_rollout_ref.actor.use_prefix_sharing:
+        num_prompts = min(num_sequences, num_prompts)
+    else:
+        num_samples = 1
+        num_prompts = num_sequences
+    most_tokens = num_prompts * config.data.max_prompt_length + num_sequences * response
+    if plan.lengths is None or plan.lengths.response < response:
         return min(limit, most_tokens)
+
     # As `quadriga.engines.batches` divides: the responses to a prompt stay together if they fit,
     # else in parts, and micro-batches are as few and as even as possible.
-    prompt = round(lengths.prompt)
-    num_samples = 1
-    if config.actor_rollout_ref.actor.use_prefix_sharing:
-        num_samples = config.actor_rollout_ref.rollout.n
+    prompt = round(plan.lengths.prompt)
     num_together = min(num_samples, (limit - prompt) // response)
     unit = prompt + num_together * response
     num_left = num_samples % num_together
     if num_left:
         # Micro-batches of two kinds of parts, in the combination with the most tokens.
         part = prompt + num_left * response
-        combinations = []
-        for num_units in range(limit // unit + 1):
-            room = limit - num_units * unit
-            combinations.append(limit - room % part)
-        return min(max(combinations), most_tokens)
-    num_sequences = -(-num_prompts * config.actor_rollout_ref.rollout.n // num_ranks)
+        rooms = range(limit % unit, limit + 1, unit)
+        return min(limit - min(room % part for room in rooms), most_tokens)
     num_units = -(-num_sequences // num_together)
     num_batches = -(-num_units // (limit // unit))
     return -(-num_units // num_batches) * unit
@@ -204,38 +212,26 @@ def _is_single_turn(config: Config) -> bool:
     return config.task == "rl" and config.env.name is None and not has_own_loop
 
 
-def _most_tokens(config: Config, num_prompts: int, num_ranks: int) -> int:
-    """Largest number of tokens that a rank computes in a pass over prompts and their responses.
-
-    Args:
-        config: the configuration.
-        num_prompts: number of prompts.
-        num_ranks: number of ranks that share the work.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    if not _is_single_turn(config):
-        # A rollout may have several sequences, so there is no limit.
-        return sys.maxsize
-    num_sequences = -(-num_prompts * rollout.n // num_ranks)
-    num_computed_prompts = num_sequences
-    if config.actor_rollout_ref.actor.use_prefix_sharing:
-        num_computed_prompts = min(num_sequences, num_prompts)
-    num_response_tokens = num_sequences * config.data.max_response_length
-    return num_computed_prompts * config.data.max_prompt_length + num_response_tokens
-
-
-def predict_update(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
+def predict_update(
+    config: Config, role: str, plan: RolePlan, num_tokens: int | None = None
+) -> UpdateMemory:
     """Predict the peak of an update of a role.
 
     Args:
         config: the configuration.
         role: key of the role's section.
         plan: model and ranks of the role.
+        num_tokens: tokens of the largest micro-batch; None: as many as the configuration allows.
     """
-    section = _trained_section(config, role)
-    num_tokens = micro_batch_tokens(config, section, plan.layout.world_size, plan.lengths)
+    if num_tokens is None:
+        num_tokens = micro_batch_tokens(config, role, plan)
+    return update_memory(plan.sizes, _shape(config, role, plan, num_tokens))
+
+
+def _shape(config: Config, role: str, plan: RolePlan, num_tokens: int) -> UpdateShape:
+    """Conditions of a pass of a role over a micro-batch."""
     # Prompts may be short, so all tokens may be predicted ones.
-    shape = UpdateShape(
+    return UpdateShape(
         num_tokens=num_tokens,
         num_predicted=num_tokens,
         itemsize=plan.itemsize,
@@ -245,7 +241,6 @@ def predict_update(config: Config, role: str, plan: RolePlan) -> UpdateMemory:
         has_head=role == ACTOR,
         is_on_cpu=plan.is_on_cpu,
     )
-    return update_memory(plan.sizes, shape)
 
 
 def describe_update(config: Config, role: str, plan: RolePlan) -> str:
@@ -258,8 +253,7 @@ def describe_update(config: Config, role: str, plan: RolePlan) -> str:
     """
     if plan.unknown_part:
         return f"the memory of an update is not predicted for {plan.unknown_part}"
-    num_ranks = plan.layout.world_size
-    num_tokens = micro_batch_tokens(config, _trained_section(config, role), num_ranks)
+    num_tokens = micro_batch_tokens(config, role, plan)
     totals = []
     for recomputes in (False, True):
         totals.append(predict_update(config, role, replace(plan, recomputes=recomputes)).total)
@@ -267,6 +261,26 @@ def describe_update(config: Config, role: str, plan: RolePlan) -> str:
         f"on an accelerator in bfloat16 an update of {num_tokens} tokens takes up to "
         f"{totals[0] / 1e9:.3g} GB, with enable_gradient_checkpointing {totals[1] / 1e9:.3g} GB"
     )
+
+
+def describe_rollout(config: Config, plan: RolePlan) -> str:
+    """Describe the memory of a rollout beside training on accelerators; "" if it takes none.
+
+    Args:
+        config: the configuration.
+        plan: model and ranks of the actor.
+    """
+    pools = role_pools(config.trainer, enabled_roles(config))
+    num_bytes = _rollout_weights(config, plan)
+    if config.task != "rl" or pools.get("rollout") != pools.get("actor") or not num_bytes:
+        return ""
+    memory = f"its own copy of the weights takes {num_bytes / 1e9:.3g} GB"
+    if _reserves_memory(config):
+        memory = f"the rollout takes {rollout_share(config):g} of the device"
+    while_training = "and as much while the models train (free_cache_engine=false)"
+    if config.actor_rollout_ref.rollout.free_cache_engine:
+        while_training = "and none while the models train"
+    return f"on an accelerator {memory} while it generates, {while_training}"
 
 
 def predict_phases(
@@ -308,23 +322,9 @@ def predict_phases(
         predicted.append(_predict_generation(config, plan, other_bytes, device_bytes))
 
     # The pass for log-probs or values.
-    section = _trained_section(config, role)
-    num_tokens = section.ppo_max_token_len_per_gpu
-    if role == ACTOR:
-        num_tokens = config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
-    num_prompts = config.data.train_batch_size
-    num_ranks = plan.layout.world_size
-    num_tokens = _pass_tokens(config, num_tokens, num_prompts, num_ranks, plan.lengths)
-    activations = forward_bytes(
-        plan.sizes,
-        num_tokens,
-        num_tokens,
-        itemsize=plan.itemsize,
-        num_shards=plan.layout.fsdp,
-        has_adapter=adapter_rank(config, role) > 0,
-        has_head=role == ACTOR,
-        is_on_cpu=plan.is_on_cpu,
-    )
+    section = trained_section(config, role)
+    shape = _shape(config, role, plan, inference_tokens(config, role, plan))
+    activations = forward_bytes(plan.sizes, shape)
     # Offloaded moments are on the device during updates only.
     optimizer = 0.0 if section.fsdp_config.optimizer_offload else update.optimizer
     parts = {
@@ -345,9 +345,9 @@ def predict_phases(
         update.working_name: update.working,
         **other_bytes_in_training,
     }
-    tensors = update.activations + update.working
-    if plan.resident_factor > 1.0:
-        parts["freed tensors that the C library keeps"] = (plan.resident_factor - 1.0) * tensors
+    kept_bytes = (plan.resident_factor - 1.0) * (update.activations + update.working)
+    if kept_bytes:
+        parts["freed tensors that the C library keeps"] = kept_bytes
     predicted.append(Phase(role, UPDATE, parts, update.moment))
 
     if role == ACTOR and shares_devices and _rollout_weights(config, plan):
@@ -407,7 +407,7 @@ def copied_bytes(config: Config, plans: Mapping[str, RolePlan]) -> float:
     return num_bytes
 
 
-def _trained_section(config: Config, role: str) -> ActorConfig | CriticConfig:
+def trained_section(config: Config, role: str) -> ActorConfig | CriticConfig:
     """Section of a trained role, by its key."""
     return config.critic if role == CRITIC else config.actor_rollout_ref.actor
 
@@ -428,7 +428,7 @@ def _bytes_between_phases(config: Config, role: str, plan: RolePlan) -> float:
         weights = plan.sizes.num_parameters * plan.itemsize / plan.layout.fsdp
         return 0.0 if frozen_roles[role].param_offload else weights
     update = predict_update(config, role, plan)
-    fsdp = _trained_section(config, role).fsdp_config
+    fsdp = trained_section(config, role).fsdp_config
     num_bytes = 0.0
     if not fsdp.param_offload:
         num_bytes += update.weights
@@ -442,7 +442,7 @@ def _bytes_between_phases(config: Config, role: str, plan: RolePlan) -> float:
 
 def _kept_gradients(config: Config, role: str, plan: RolePlan) -> float:
     """Bytes of the sums of gradients that a role keeps between updates."""
-    frees_gradients = _trained_section(config, role).fsdp_config.grad_offload
+    frees_gradients = trained_section(config, role).fsdp_config.grad_offload
     if plan.is_on_cpu and plan.itemsize == 4:
         # In float32 the parameters are the masters, and their gradients are dropped.
         return 0.0
@@ -475,8 +475,11 @@ def _rollout_bytes_while_training(config: Config, plan: RolePlan, device_bytes: 
     """Bytes that the rollout keeps on the device while the models train."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.traits.computes_in == "caller":
-        packed_bytes = 0.0 if rollout.free_cache_engine else _packed_bytes(config, plan)
-        return _rollout_weights(config, plan) + packed_bytes
+        weights = _rollout_weights(config, plan)
+        if not rollout.free_cache_engine:
+            return weights + _packed_bytes(config, plan)
+        # Its sleep frees the copy on an accelerator.
+        return weights if plan.is_on_cpu else 0.0
     if rollout.free_cache_engine or not _reserves_memory(config):
         return 0.0
     return rollout_share(config) * device_bytes
@@ -511,9 +514,8 @@ def _predict_generation(
     num_tokens = rollout.max_num_batched_tokens
     if _is_single_turn(config):
         num_tokens = min(num_tokens, batch.num_prompts * config.data.max_prompt_length)
-    parts["working memory"] = forward_bytes(
-        plan.sizes, num_tokens, 0, itemsize=plan.itemsize, has_head=False
-    )
+    shape = UpdateShape(num_tokens, num_predicted=0, itemsize=plan.itemsize, has_head=False)
+    parts["working memory"] = forward_bytes(plan.sizes, shape)
     # Logits of one token of each sequence, in float32.
     num_running = min(rollout.max_num_seqs, batch.num_sequences)
     parts["working memory"] += 4.0 * num_running * plan.sizes.vocabulary

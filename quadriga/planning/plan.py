@@ -3,6 +3,7 @@
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,15 +26,21 @@ from quadriga.planning.phases import (
     predict_separate_generation,
 )
 from quadriga.planning.sizes import ModelSizes
-from quadriga.planning.time import StepTime, step_time
+from quadriga.planning.time import (
+    MEMORY_SHARE,
+    PRODUCTS_SHARE,
+    SOURCE_OF_SHARES,
+    StepTime,
+    step_time,
+)
 
 FITTING_SHARE = 0.95  # largest share of a device's memory that a fitting plan takes
 _MAX_PER_NODE = 8  # devices of a machine
 _BUDGET_UNIT = 1024  # tokens; budgets are multiples of it
 _LARGEST_BUDGET = 1 << 20
+_RECOMPUTES = "model.enable_gradient_checkpointing"
 _NUM_LAYOUTS = 5  # layouts that are printed
 _NUM_DEVICES = (2, 4, 8, 16, 32, 64)  # numbers of devices that are tried if nothing fits
-_TRAINED = {ACTOR: "actor_rollout_ref", CRITIC: "critic"}  # sections of their models
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,21 @@ class Plan:
     def fits(self) -> bool:
         """Whether the highest peak takes at most `FITTING_SHARE` of a device's memory."""
         return self.largest.total <= FITTING_SHARE * self.devices.memory_bytes
+
+    def changed(self, config: Config, devices: Devices | None = None) -> "Plan":
+        """Predict another configuration, or other devices, for the same models and lengths."""
+        sizes = {key: role.sizes for key, role in self.roles.items()}
+        actor = self.roles[ACTOR]
+        assert actor.lengths is not None, "plans are made for lengths"
+        return make_plan(config, devices or self.devices, actor.lengths, sizes, actor.itemsize)
+
+    def with_role_values(self, config: Config, key: str, value: Any) -> Config:
+        """Copy a configuration with another value for a key in the section of each trained role."""
+        for role in self.roles:
+            # The section of a role's model is beside that of the actor, and in that of the critic.
+            section = role.removesuffix(".actor") if key.startswith("model.") else role
+            config = with_value(config, f"{section}.{key}", value)
+        return config
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:
@@ -212,16 +234,11 @@ def plan_roles(
     return roles
 
 
-def choose_recomputation(
-    plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
-) -> Plan:
+def choose_recomputation(plan: Plan) -> Plan:
     """Decide `enable_gradient_checkpointing=auto` as a run decides it.
 
     Args:
         plan: the plan of the configuration, without recomputed activations where it says auto.
-        lengths: assumed mean lengths.
-        sizes: models of the trained roles, by the keys of their sections.
-        itemsize: bytes of a number of the dtype that computes.
 
     Returns:
         The same plan, or one that recomputes activations.
@@ -230,116 +247,88 @@ def choose_recomputation(
     # A run recomputes activations on an accelerator if they take more than this share.
     if plan.devices.is_cpu or plan.largest.total <= 0.9 * plan.devices.memory_bytes:
         return plan
-    for role in plan.roles:
-        key = f"{_TRAINED[role]}.model.enable_gradient_checkpointing"
-        model = config.critic.model if role == CRITIC else config.actor_rollout_ref.model
-        if model.enable_gradient_checkpointing == "auto":
-            config = with_value(config, key, True)
-    return make_plan(config, plan.devices, lengths, sizes, itemsize)
+    if config.actor_rollout_ref.model.enable_gradient_checkpointing == "auto":
+        config = with_value(config, f"actor_rollout_ref.{_RECOMPUTES}", True)
+    if config.critic.model.enable_gradient_checkpointing == "auto":
+        config = with_value(config, f"critic.{_RECOMPUTES}", True)
+    return plan.changed(config)
 
 
-def largest_budget(
-    plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
-) -> int | None:
+def largest_budget(plan: Plan) -> int | None:
     """Find the largest `ppo_max_token_len_per_gpu` with which a plan fits.
 
     All trained roles get the same value, a multiple of `_BUDGET_UNIT`.
 
-    Args:
-        plan: the plan.
-        lengths: assumed mean lengths.
-        sizes: models of the trained roles, by the keys of their sections.
-        itemsize: bytes of a number of the dtype that computes.
-
     Returns:
         The value; None if even that of a single sequence does not fit.
     """
-    longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
-    low = -(-longest // _BUDGET_UNIT)
-    high = _LARGEST_BUDGET // _BUDGET_UNIT
 
     def fits(num_units: int) -> bool:
-        config = plan.config
-        for role in plan.roles:
-            key = f"{role}.ppo_max_token_len_per_gpu"
-            config = with_value(config, key, num_units * _BUDGET_UNIT)
-        return make_plan(config, plan.devices, lengths, sizes, itemsize).fits
+        budget = num_units * _BUDGET_UNIT
+        config = plan.with_role_values(plan.config, "ppo_max_token_len_per_gpu", budget)
+        return plan.changed(config).fits
 
+    low = -(-_longest_sequence(plan) // _BUDGET_UNIT)
     if not fits(low):
         return None
-    # Bisection: `low` fits, and what is above `high` does not.
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low * _BUDGET_UNIT
+    largest = bisect_left(
+        range(low, _LARGEST_BUDGET // _BUDGET_UNIT + 1), True, key=lambda n: not fits(n)
+    )
+    return (low + largest - 1) * _BUDGET_UNIT
 
 
-def plan_layouts(
-    plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
-) -> list[tuple[str, Plan]]:
+def _longest_sequence(plan: Plan) -> int:
+    """Tokens of the longest sequence."""
+    return plan.config.data.max_prompt_length + plan.config.data.max_response_length
+
+
+def plan_layouts(plan: Plan) -> list[tuple[str, Plan]]:
     """Plan all numbers of shards, with activations kept and recomputed.
+
+    On a CPU the number of shards stays, because only that layout has been measured.
 
     Args:
         plan: the plan whose other settings stay.
-        lengths: assumed mean lengths.
-        sizes: models of the trained roles, by the keys of their sections.
-        itemsize: bytes of a number of the dtype that computes.
 
     Returns:
         Description and plan of each layout, the fastest first.
     """
-    candidates = []
     # A role may have fewer ranks than there are devices. The shards must divide those of each.
     num_ranks = math.gcd(*(role.layout.world_size for role in plan.roles.values()))
-    for num_shards in range(1, num_ranks + 1):
-        if num_ranks % num_shards:
-            continue
+    shard_counts = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
+    if plan.devices.is_cpu:
+        shard_counts = [plan.roles[ACTOR].layout.fsdp]
+    candidates = []
+    for num_shards in shard_counts:
+        config = plan.with_role_values(plan.config, "fsdp_config.fsdp_size", num_shards)
         for recomputes in (False, True):
-            config = plan.config
-            for role in plan.roles:
-                config = with_value(config, f"{role}.fsdp_config.fsdp_size", num_shards)
-                key = f"{_TRAINED[role]}.model.enable_gradient_checkpointing"
-                config = with_value(config, key, recomputes)
-            candidate = make_plan(config, plan.devices, lengths, sizes, itemsize)
-            name = f"fsdp_size={num_shards}, activations "
-            name += "recomputed" if recomputes else "kept"
-            candidates.append((name, candidate))
+            state = "recomputed" if recomputes else "kept"
+            candidate = plan.changed(plan.with_role_values(config, _RECOMPUTES, recomputes))
+            candidates.append((f"fsdp_size={num_shards}, activations {state}", candidate))
     return sorted(candidates, key=lambda named_plan: named_plan[1].time.total)
 
 
-def find_remedies(
-    plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
-) -> Iterator[tuple[str, Plan]]:
+def find_remedies(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Find single changes with which a layout fits.
 
     Args:
         plan: a plan of which no layout fits.
-        lengths: assumed mean lengths.
-        sizes: models of the trained roles, by the keys of their sections.
-        itemsize: bytes of a number of the dtype that computes.
 
     Returns:
         Description and plan of each change, with the fastest layout that fits.
     """
-    longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
     # Changes of single keys, in the order in which they are printed.
     changes = []
-    settings = [
-        (plan.roles, "ppo_max_token_len_per_gpu", longest),
-        (plan.roles, "fsdp_config.optimizer_offload", True),
-        (plan.roles, "fsdp_config.param_offload", True),
-        (["actor_rollout_ref"], "rollout.name", "vllm"),
-        (["actor_rollout_ref"], "model.lora_rank", 16),
-    ]
-    for sections, key, value in settings:
-        config = plan.config
-        for section in sections:
-            config = with_value(config, f"{section}.{key}", value)
+    for key, value in (
+        ("ppo_max_token_len_per_gpu", _longest_sequence(plan)),
+        ("fsdp_config.optimizer_offload", True),
+        ("fsdp_config.param_offload", True),
+    ):
+        config = plan.with_role_values(plan.config, key, value)
         changes.append((f"{key}={value}", config, plan.devices))
-
+    for key, value in (("rollout.name", "vllm"), ("model.lora_rank", 16)):
+        config = with_value(plan.config, f"actor_rollout_ref.{key}", value)
+        changes.append((f"{key}={value}", config, plan.devices))
     # More devices of the same kind.
     for count in _NUM_DEVICES:
         if count > plan.devices.count and not plan.devices.is_cpu:
@@ -348,8 +337,7 @@ def find_remedies(
             changes.append((name, on_devices(plan.config, devices), devices))
 
     for name, config, devices in changes:
-        changed = make_plan(config, devices, lengths, sizes, itemsize)
-        for layout, candidate in plan_layouts(changed, lengths, sizes, itemsize):
+        for layout, candidate in plan_layouts(plan.changed(config, devices)):
             if candidate.fits:
                 yield f"{name}, {layout}", candidate
                 if devices != plan.devices:
@@ -358,16 +346,12 @@ def find_remedies(
                 break
 
 
-def describe_plan(
-    plan: Plan, lengths: Lengths, sizes: dict[str, ModelSizes], itemsize: int
-) -> Iterator[str]:
+def describe_plan(plan: Plan, lengths: Lengths) -> Iterator[str]:
     """Describe a plan in lines of text.
 
     Args:
         plan: the plan.
-        lengths: assumed mean lengths.
-        sizes: models of the trained roles, by the keys of their sections.
-        itemsize: bytes of a number of the dtype that computes.
+        lengths: its lengths.
     """
     devices = plan.devices
     yield (
@@ -388,7 +372,7 @@ def describe_plan(
     part = max(largest.parts, key=lambda name: largest.parts[name])
     verdict = "fits" if plan.fits else "does not fit"
     yield f"  {verdict}: {share:.0%} of a device, limited by {part} in {largest.name}"
-    budget = largest_budget(plan, lengths, sizes, itemsize)
+    budget = largest_budget(plan)
     words = "none fits" if budget is None else str(budget)
     yield f"  largest ppo_max_token_len_per_gpu that fits: {words}"
     yield ""
@@ -404,14 +388,14 @@ def describe_plan(
     yield from _sources_of_time(plan)
     yield ""
     yield "Layouts that fit, the fastest first"
-    candidates = plan_layouts(plan, lengths, sizes, itemsize)
+    candidates = plan_layouts(plan)
     fitting = [candidate for candidate in candidates if candidate[1].fits][:_NUM_LAYOUTS]
     if not fitting:
         name, smallest = min(candidates, key=lambda named_plan: named_plan[1].largest.total)
         yield f"  none; the smallest, {name}: {smallest.largest.describe()}"
         yield ""
         yield "Changes with which a layout fits"
-        fitting = list(find_remedies(plan, lengths, sizes, itemsize))
+        fitting = list(find_remedies(plan))
     for name, other in fitting:
         yield f"  {other.time.total:.3g} s, {other.largest.total / 1e9:.3g} GB: {name}"
     if not fitting:
@@ -423,13 +407,12 @@ def _sources_of_time(plan: Plan) -> Iterator[str]:
     """Describe where the predicted times come from: measured layers, or assumed efficiencies."""
     for role, times in plan.devices.layer_times.items():
         layer = times.layer
-        text = f"an update {1e6 * layer.update_s:.3g} us a token"
+        text = f"an update {1e6 * layer.update_token_s:.3g} us a token"
         if layer.decode_step_s:
             text += f", a decode step {1e3 * layer.decode_step_s:.3g} ms"
         yield f"  measured for a layer of {role}: {text}"
-    efficiency = plan.time.efficiency
     if not plan.devices.layer_times:
         yield (
-            f"  assumed: {efficiency.products:.0%} of the products' peak, {efficiency.memory:.0%} "
-            f"of the bandwidth; {efficiency.source}"
+            f"  assumed: {PRODUCTS_SHARE:.0%} of the products' peak, {MEMORY_SHARE:.0%} of the "
+            f"bandwidth; {SOURCE_OF_SHARES}"
         )

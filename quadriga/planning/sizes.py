@@ -74,6 +74,12 @@ class ModelSizes:
             num_parameters -= self.table_parameters
         return replace(self, num_parameters=num_parameters, is_tied=False)
 
+    def with_layers(self, num_layers: int) -> "ModelSizes":
+        """Sizes of a model with another number of layers."""
+        added_parameters = (num_layers - self.num_layers) * self.layer_parameters
+        num_parameters = self.num_parameters + added_parameters
+        return replace(self, num_layers=num_layers, num_parameters=num_parameters)
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str) -> "ModelSizes":
         """Derive the sizes of a model from its config.json.

@@ -7,12 +7,14 @@
     update       3 times a forward pass, or 4 with recomputed activations; with an adapter 2 or 3
 
 Products reach a share of the peak of large matrices, memory a share of its bandwidth. These shares,
-and the time to launch a decode step, are assumptions, see `Efficiency`. Grading, tools and
+and the time to launch a decode step, are assumptions. On a CPU the layers of the models have been
+measured instead, with the exchange between ranks (`Devices.layer_times`). Grading, tools and
 environments are not predicted.
 
 Legend: P prompt tokens, R response tokens, V vocabulary.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,46 +22,28 @@ from quadriga.config import Config
 from quadriga.config.explain import BatchPlan, needs_old_log_prob_pass, needs_reference
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.planning.devices import Devices
-from quadriga.planning.memory import trained_parameters
-from quadriga.planning.phases import Lengths, RolePlan, adapter_rank, cached_token_bytes
+from quadriga.planning.phases import (
+    Lengths,
+    RolePlan,
+    adapter_rank,
+    cached_token_bytes,
+    inference_tokens,
+    micro_batch_tokens,
+    predict_update,
+    trained_section,
+)
 from quadriga.planning.sizes import ModelSizes
 
 _LONGEST_FACTOR = 2.0  # longest response of a step, relative to the mean
 _SAMPLING_PASSES = 4  # how often sampling reads or writes each float32 logit
 
 
-@dataclass(frozen=True)
-class Efficiency:
-    """Shares of a device's peak performance that phases reach.
-
-    Attributes:
-        products: share of `Devices.flops` in updates and passes for log-probs.
-        decoding: share of `Devices.flops` in decode steps.
-        memory: share of `Devices.bytes_per_s`.
-        decode_step_s: seconds of a decode step besides reading and computing.
-        source: where the shares come from.
-    """
-
-    products: float
-    decoding: float
-    memory: float
-    decode_step_s: float
-    source: str
-
-
-_ON_GPUS = Efficiency(
-    products=0.5,
-    decoding=0.5,
-    memory=0.7,
-    decode_step_s=1.6e-3,
-    source="updates and decode steps of a 1.5B model on an H100 (docs/evidence/performance.md)",
-)
-_ON_CPUS = Efficiency(
-    products=0.6,
-    decoding=0.5,
-    memory=0.7,
-    decode_step_s=5e-3,
-    source="assumed, not measured on this machine",
+# Shares of a device's peak performance that phases reach, where they are not measured.
+PRODUCTS_SHARE = 0.5  # of products, in all phases
+MEMORY_SHARE = 0.7  # of the memory's bandwidth, in decode steps
+_DECODE_STEP_S = 1.6e-3  # seconds of a decode step besides reading and computing
+SOURCE_OF_SHARES = (
+    "updates and decode steps of a 1.5B model on an H100 (docs/evidence/performance.md)"
 )
 
 
@@ -70,12 +54,10 @@ class StepTime:
     Attributes:
         phases: seconds by name of the phase.
         limit_of_generation: what takes most of the time of generation.
-        efficiency: the assumed shares.
     """
 
     phases: Mapping[str, float]
     limit_of_generation: str
-    efficiency: Efficiency
 
     @property
     def total(self) -> float:
@@ -91,7 +73,6 @@ class _Passes:
     plans: Mapping[str, RolePlan]
     devices: Devices
     lengths: Lengths
-    efficiency: Efficiency
 
     @property
     def num_sequences(self) -> float:
@@ -108,32 +89,49 @@ class _Passes:
 
     def forward_s(self, role: str) -> float:
         """Seconds of a pass without gradients."""
-        sizes = self.plans[role].sizes
-        measured = self.devices.layer_times.get(role)
-        if measured is not None:
-            return self.num_tokens * measured.seconds("forward_s", sizes.num_layers)
+        plan = self.plans[role]
+        if role in self.devices.layer_times:
+            most_tokens = inference_tokens(self.config, role, plan)
+            return self._measured_s(role, "forward", 1, most_tokens)
         num_predicted = self.num_sequences * self.lengths.response if role == ACTOR else 0.0
         squares = self.num_sequences * (self.lengths.prompt + self.lengths.response) ** 2
-        flops = forward_flops(sizes, self.num_tokens, num_predicted, squares)
-        return flops / (self.devices.flops * self.efficiency.products)
+        flops = forward_flops(plan.sizes, self.num_tokens, num_predicted, squares)
+        return flops / (self.devices.flops * PRODUCTS_SHARE)
 
     def update_s(self, role: str) -> float:
-        """Seconds of the forward and backward passes, and of the exchange between ranks."""
+        """Seconds of all epochs of an update, with the exchange between ranks."""
         plan = self.plans[role]
-        exchange_s = _exchange_s(plan, self.devices)
+        section = trained_section(self.config, role)
         num_passes = update_passes(self.config, role, recomputes=plan.recomputes)
         measured = self.devices.layer_times.get(role)
-        if measured is not None:
-            section = self.config.critic if role == CRITIC else self.config.actor_rollout_ref.actor
-            # Gloo does not send during computation, so each micro-batch waits for it.
-            num_batches = -(-self.num_tokens // section.ppo_max_token_len_per_gpu)
-            seconds = self.num_tokens * measured.seconds("update_s", plan.sizes.num_layers)
-            # The plan may recompute activations or have an adapter where the measured layers
-            # did not.
-            num_more_passes = num_passes - measured.num_passes
-            seconds += num_more_passes * self.forward_s(role)
-            return seconds + num_batches * exchange_s
-        return num_passes * self.forward_s(role) + exchange_s
+        if measured is None:
+            epoch_s = num_passes * self.forward_s(role) + _exchange_s(plan, self.devices)
+            return epoch_s * section.ppo_epochs
+        # The plan may recompute activations or have an adapter where the measured layers did not.
+        epoch_s = (num_passes - measured.num_passes) * self.forward_s(role)
+        num_steps = BatchPlan(self.config).num_mini_batches
+        most_tokens = micro_batch_tokens(self.config, role, plan)
+        epoch_s += self._measured_s(role, "update", num_steps, most_tokens)
+        epoch_s += num_steps * measured.seconds("optimizer_s", plan.sizes.num_layers)
+        # Between phases, freed memory is returned to the system, which has to map it again.
+        memory = predict_update(self.config, role, plan)
+        new_bytes = (memory.activations + memory.working) * plan.resident_factor
+        return epoch_s * section.ppo_epochs + new_bytes / self.devices.new_bytes_per_s
+
+    def _measured_s(self, role: str, name: str, num_parts: int, most_tokens: int) -> float:
+        """Seconds of measured passes over all tokens.
+
+        Args:
+            role: key of the role's section.
+            name: "forward" or "update".
+            num_parts: parts of the tokens that are divided into micro-batches separately.
+            most_tokens: tokens of the largest micro-batch.
+        """
+        times = self.devices.layer_times[role]
+        num_layers = self.plans[role].sizes.num_layers
+        num_batches = num_parts * math.ceil(self.num_tokens / num_parts / most_tokens)
+        calls_s = num_batches * times.seconds(f"{name}_call_s", num_layers)
+        return calls_s + self.num_tokens * times.seconds(f"{name}_token_s", num_layers)
 
 
 def update_passes(config: Config, role: str, *, recomputes: bool) -> int:
@@ -160,29 +158,25 @@ def step_time(
         devices: the devices, which all roles share.
         lengths: assumed mean lengths.
     """
-    efficiency = _ON_CPUS if devices.is_cpu else _ON_GPUS
-    passes = _Passes(config, plans, devices, lengths, efficiency)
+    passes = _Passes(config, plans, devices, lengths)
     actor = plans[ACTOR]
-    generation, limit = _predict_generation_s(config, actor, devices, lengths, efficiency)
+    generation, limit = _predict_generation_s(config, actor, devices, lengths)
     phases = {"generation": generation}
     if needs_old_log_prob_pass(config):
         phases["old log-probs"] = passes.forward_s(ACTOR)
     if needs_reference(config):
         phases["reference"] = passes.forward_s(ACTOR)
-    for role, plan in plans.items():
-        if role not in (ACTOR, CRITIC):
-            continue
-        section = config.critic if role == CRITIC else config.actor_rollout_ref.actor
-        name = "update of the critic" if role == CRITIC else "update"
-        if role == CRITIC:
-            phases["values"] = passes.forward_s(role)
-        phases[name] = passes.update_s(role) * section.ppo_epochs
-        if devices.is_cpu:
-            phases[name] += _optimizer_s(config, role, plan, devices)
+    phases["update"] = passes.update_s(ACTOR)
+    if CRITIC in plans:
+        phases["values"] = passes.forward_s(CRITIC)
+        phases["update of the critic"] = passes.update_s(CRITIC)
     if not actor.layout.is_whole or config.async_training.enable:
         weight_bytes = actor.sizes.num_parameters * actor.itemsize
         phases["weight sync"] = weight_bytes / devices.link_bytes_per_s
-    return StepTime(phases, limit, efficiency)
+        if ACTOR in devices.layer_times:
+            publish_s = devices.layer_times[ACTOR].seconds("publish_s", actor.sizes.num_layers)
+            phases["weight sync"] = publish_s
+    return StepTime(phases, limit)
 
 
 def forward_flops(
@@ -213,20 +207,8 @@ def _exchange_s(plan: RolePlan, devices: Devices) -> float:
     return num_bytes / devices.link_bytes_per_s
 
 
-def _optimizer_s(config: Config, role: str, plan: RolePlan, devices: Devices) -> float:
-    """Seconds in which the optimizer steps of an update read and write memory."""
-    # Bytes of a parameter: the norm and the clipping of its gradient, AdamW's reads and writes of
-    # master, gradient and moments; in 16 bits the rounded copy, and the sum that is zeroed.
-    num_bytes = 4 + 8 + 28
-    if plan.itemsize < 4:
-        num_bytes += 4 + plan.itemsize + 4
-    num_trained = trained_parameters(plan.sizes, adapter_rank(config, role)) / plan.layout.fsdp
-    num_steps = BatchPlan(config).num_optimizer_steps
-    return num_steps * num_trained * num_bytes / devices.bytes_per_s
-
-
 def _predict_generation_s(
-    config: Config, plan: RolePlan, devices: Devices, lengths: Lengths, efficiency: Efficiency
+    config: Config, plan: RolePlan, devices: Devices, lengths: Lengths
 ) -> tuple[float, str]:
     """Predict generation. Return its seconds, and what takes most of them in decode steps."""
     sizes = plan.sizes
@@ -237,34 +219,33 @@ def _predict_generation_s(
     num_sequences = batch.num_sequences / num_engines
     num_prompts = batch.num_prompts / num_engines
     num_running = min(float(rollout.max_num_seqs), num_sequences)
+    num_new_tokens = num_sequences * lengths.response
     # Steps until the longest response has ended, or until all sequences had their turn.
     longest = min(config.data.max_response_length, _LONGEST_FACTOR * lengths.response)
-    num_steps = max(longest, num_sequences * lengths.response / num_running)
-    num_new_tokens = num_sequences * lengths.response
-
-    bandwidth = devices.bytes_per_s * efficiency.memory * group_size
-    rate = devices.flops * efficiency.decoding * group_size
-    prompt_tokens = num_prompts * lengths.prompt
-    prefill = (
-        forward_flops(sizes, prompt_tokens, num_prompts, prompt_tokens * lengths.prompt) / rate
-    )
+    num_steps = max(longest, num_new_tokens / num_running)
+    # Mean over the tokens of a response of the sequence's length so far.
+    mean_length = lengths.prompt + lengths.response / 2
     token_bytes = cached_token_bytes(plan)
+
     measured = devices.layer_times.get(ACTOR)
     if measured is not None and measured.seconds("decode_step_s", sizes.num_layers):
         start_s = measured.seconds("generation_start_s", sizes.num_layers)
         steps_s = (num_steps - 1) * measured.seconds("decode_step_s", sizes.num_layers)
-        # Longer responses than the measured ones read more of the KV cache.
-        more_tokens = lengths.response / 2 - measured.num_new_tokens
+        # Longer sequences than the measured ones read more of the KV cache.
+        more_tokens = mean_length - measured.num_context_tokens
         cache_s = num_new_tokens * more_tokens * token_bytes / devices.bytes_per_s
         return start_s + steps_s + cache_s, "decode steps"
-    # Mean over the tokens of a response of the sequence's length so far.
-    mean_length = lengths.prompt + lengths.response / 2
+
+    bandwidth = devices.bytes_per_s * MEMORY_SHARE * group_size
+    rate = devices.flops * PRODUCTS_SHARE * group_size
+    prompt_tokens = num_prompts * lengths.prompt
+    prefill_flops = forward_flops(sizes, prompt_tokens, num_prompts, prompt_tokens * lengths.prompt)
     parts = {
         "weights": num_steps * sizes.num_parameters * plan.itemsize / bandwidth,
         "products": num_new_tokens * forward_flops(sizes, 1, 1, 0) / rate,
         "KV cache": num_new_tokens * mean_length * token_bytes / bandwidth,
         "sampling": num_new_tokens * _SAMPLING_PASSES * 4.0 * sizes.vocabulary / bandwidth,
-        "launches": num_steps * efficiency.decode_step_s,
+        "launches": num_steps * _DECODE_STEP_S,
     }
     limit = max(parts, key=lambda name: parts[name])
-    return prefill + sum(parts.values()), limit
+    return prefill_flops / rate + sum(parts.values()), limit

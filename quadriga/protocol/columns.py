@@ -43,9 +43,9 @@ def from_tensordict(
             `non_tensor_batch`, and single objects entries of `meta_info`.
         meta_info: further entries, which take precedence.
     """
-    tensors: dict[str, Any] = {}
-    arrays: dict[str, np.ndarray] = {}
-    facts: dict[str, Any] = {}
+    tensors = {}
+    arrays = {}
+    facts = {}
     for key in tensor_dict.keys():  # a TensorDict iterates over rows
         value = tensor_dict.get(key)
         if isinstance(value, NonTensorStack):
@@ -92,8 +92,9 @@ def to_tensordict(data: "DataProto") -> TensorDict:
     for key in [*arrays, *facts]:
         if key in tensor_keys or (key in arrays and key in facts):
             where = f"to_tensordict: {key!r}"
-            got = "two entries of this name"
-            raise ProtocolError(where, got=got, expected="one", fix="Rename one.")
+            raise ProtocolError(
+                where, got="two entries of this name", expected="one", fix="Rename one."
+            )
 
     array_types = {}
     for key, array in arrays.items():

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import date, datetime, time
 from decimal import Decimal
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,8 +148,10 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
                 raise ProtocolError(where, got=got, expected=expected, fix=fix)
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
 
-        layout = tensors["layout"].numpy().tobytes()
-        rows, batch, arrays, facts = _Reader(tensors).from_json(layout)
+        text = _read_bytes(tensors, "layout").decode("utf-8", "surrogatepass")
+        # The hook is called for inner dictionaries first.
+        layout = json.loads(text, object_hook=partial(_rebuild, tensors))
+        rows, batch, arrays, facts = layout
         return rebuild_proto(cls, rows, batch, dict(arrays), dict(facts))
     except ProtocolError:
         raise
@@ -351,75 +354,57 @@ class _Writer:
         )
 
 
-class _Reader:
-    """Rebuilds values from the parts that a `_Writer` made.
+def _rebuild(tensors: dict[str, torch.Tensor], value: dict[str, Any]) -> Any:
+    """Rebuild the value that a dictionary `{"$type": form}` of the layout stands for.
 
     Args:
-        tensors: the parts of the file by name.
+        tensors: the tensors of the file by name.
+        value: the dictionary. If it has another form, it is returned as it is.
     """
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def from_json(self, text: bytes) -> Any:
-        """Rebuild the value of a layout."""
-        # The hook is called for inner dictionaries first.
-        return json.loads(text.decode("utf-8", "surrogatepass"), object_hook=self._rebuild)
-
-    def _rebuild(self, value: dict[str, Any]) -> Any:
-        """Rebuild the value that a dictionary `{"$type": form}` stands for.
-
-        Any other dictionary is returned as it is.
-        """
-        name = next(iter(value), "")
-        if len(value) != 1 or not name.startswith("$"):
-            return value
-        form = value[name]
-        if name in _READ_FUNCTIONS:
-            return _READ_FUNCTIONS[name](form)
-        if name == "$bytes":
-            return self._bytes(form)
-        if name == "$tensor":
-            return self._tensor(*form)
-        if name == "$image":
-            return self._image(*form)
-        if name == "$array":
-            part, dtype, shape = form
-            # A copy, because the bytes are read-only.
-            return np.frombuffer(self._bytes(part), dtype).reshape(shape).copy()
-        if name == "$scalar":
-            dtype, digits = form
-            return np.frombuffer(bytes.fromhex(digits), dtype)[0]
-        if name == "$column":
-            rows, entries = form
-            return object_array(entries)[np.array(rows, np.int64)]
-        if name == "$lists":
-            flat, lengths = form
-            # The last part is empty: it is what follows the last list.
-            parts = np.split(flat, np.cumsum(lengths))[:-1]
-            return [part.tolist() for part in parts]
-        if name == "$objects":
-            shape, entries = form
-            return object_array(entries).reshape(shape)
-        raise ValueError(f"unknown type {name!r}")
-
-    def _bytes(self, part: str) -> bytes:
-        """Bytes of a tensor of the file."""
-        return self._tensors[part].numpy().tobytes()
-
-    def _tensor(self, part: str, dtype_name: str, shape: list[int]) -> torch.Tensor:
-        """Rebuild a tensor, which may be stored as bytes."""
-        tensor = self._tensors[part]
+    name = next(iter(value), "")
+    if len(value) != 1 or not name.startswith("$"):
+        return value
+    form = value[name]
+    if name in _READ_FUNCTIONS:
+        return _READ_FUNCTIONS[name](form)
+    if name == "$bytes":
+        return _read_bytes(tensors, form)
+    if name == "$tensor":
+        part, dtype_name, shape = form
+        tensor = tensors[part]
         dtype = getattr(torch, dtype_name)
         if tensor.dtype != dtype:
             # Bytes may begin at any address, but a copy is aligned for any dtype.
             tensor = tensor.clone().view(dtype)
         return tensor.view(shape)
-
-    def _image(self, part: str, mode: str, size: list[int], info: dict[Any, Any]) -> Any:
-        """Rebuild an image of PIL."""
+    if name == "$image":
         from PIL import Image
 
-        image = Image.frombytes(mode, tuple(size), self._bytes(part))
+        part, mode, size, info = form
+        image = Image.frombytes(mode, tuple(size), _read_bytes(tensors, part))
         image.info = info
         return image
+    if name == "$array":
+        part, dtype, shape = form
+        # A copy, because the bytes are read-only.
+        return np.frombuffer(_read_bytes(tensors, part), dtype).reshape(shape).copy()
+    if name == "$scalar":
+        dtype, digits = form
+        return np.frombuffer(bytes.fromhex(digits), dtype)[0]
+    if name == "$column":
+        rows, entries = form
+        return object_array(entries)[np.array(rows, np.int64)]
+    if name == "$lists":
+        flat, lengths = form
+        # The last part is empty: it is what follows the last list.
+        parts = np.split(flat, np.cumsum(lengths))[:-1]
+        return [part.tolist() for part in parts]
+    if name == "$objects":
+        shape, entries = form
+        return object_array(entries).reshape(shape)
+    raise ValueError(f"unknown type {name!r}")
+
+
+def _read_bytes(tensors: dict[str, torch.Tensor], name: str) -> bytes:
+    """Bytes of a tensor of the file."""
+    return tensors[name].numpy().tobytes()

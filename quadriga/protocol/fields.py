@@ -8,7 +8,6 @@ Legend: B rows (sequences), P prompt positions, T response positions, L = P + T.
 on the left, responses on the right.
 """
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +38,10 @@ class Field:
         return not self.dtype.startswith("object")
 
 
-with Path(__file__).with_suffix(".tsv").open(encoding="utf-8", newline="") as _file:
-    _header, *_rows = csv.reader(_file, delimiter="\t", quoting=csv.QUOTE_NONE)
-
+_LINES = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()[1:]
 FIELDS = {
     name: Field(name, shape, dtype, tuple(writers.split()), tuple(readers.split()), unit)
-    for name, shape, dtype, writers, readers, unit in _rows
+    for name, shape, dtype, writers, readers, unit in (line.split("\t") for line in _LINES)
 }
 """Fields by name: tensors first, then objects."""
 

@@ -138,8 +138,8 @@ def whole_steps(memory: np.ndarray) -> list[int]:
     header_size = SLOT_HEADER_BYTES // slots.itemsize
     steps = []
     for slot in slots:
-        step = slot[0]  # 0 while the slot is written
-        expected_sum = slot[1]
+        # The step is 0 while the slot is written.
+        step, expected_sum = slot[:2]
         if step and slot[header_size:].sum() == expected_sum:
             steps.append(int(step))
     return steps

@@ -31,7 +31,7 @@ def deep_equal(left: Any, right: Any) -> bool:
     """
     # An explicit stack instead of recursion: nesting may be deeper than Python's limit.
     pairs: list[tuple[Any, Any]] = [(left, right)]
-    seen: set[tuple[int, int]] = set()
+    seen = set()
     while pairs:
         left, right = pairs.pop()
         if left is right or (id(left), id(right)) in seen:
@@ -124,8 +124,10 @@ def _pair_entries(left: Any, right: Any) -> list[tuple[Any, Any]] | None:
 
 def _conflict(name: str, got: str) -> ProtocolError:
     """Make the error for an entry that differs between the sides of a union."""
-    fix = "Remove one with pop, or rename it."
-    return ProtocolError(f"union: {name}: got {got}, expected equal entries on both sides", fix=fix)
+    return ProtocolError(
+        f"union: {name}: got {got}, expected equal entries on both sides",
+        fix="Remove one with pop, or rename it.",
+    )
 
 
 def _check_same_tensor(name: str, left: Any, right: Any) -> None:
@@ -232,8 +234,8 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         ProtocolError: an entry differs between parts.
     """
-    merged: dict[str, Any] = {}
-    metrics: dict[str, list[Any]] = {}
+    merged = {}
+    metrics = {}
     for number, part in enumerate(parts):
         for key, value in part.items():
             if key == METRICS or key not in merged:
@@ -292,7 +294,7 @@ def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
 
     _check_same_keys("batch", parts)
     num_rows = sum(part.batch_size[0] for part in parts)
-    columns: dict[str, Any] = {}
+    columns = {}
     for key in parts[0].keys():  # a TensorDict iterates over rows
         values = [part[key] for part in parts]
         if isinstance(values[0], TensorDict):

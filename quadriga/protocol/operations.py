@@ -148,7 +148,7 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
 
 def _column_layout(data: DataProto) -> tuple[dict[Any, Any], list[str]]:
     """Row shape and dtype of each tensor column, and the names of the other columns."""
-    tensors: dict[Any, Any] = {}
+    tensors = {}
     if data.batch is not None:
         # The keys of nested columns are tuples.
         for name, column in data.batch.items(include_nested=True, leaves_only=True):
@@ -261,11 +261,8 @@ class DataProtoFuture:
         rows = np.arange(sum(map(len, parts)))
         for number, count in self.chunks:
             rows = np.array_split(rows, count)[number]
-        start = 0
-        end = 0
-        if len(rows):
-            start = int(rows[0])
-            end = int(rows[-1]) + 1
+        start = int(rows[0]) if len(rows) else 0
+        end = start + len(rows)
 
         views = []
         first_row = 0  # number of the part's first row among the rows of all parts

@@ -39,7 +39,7 @@ AUTO_PADDING = "_auto_padding"
 
 def map_columns(batch: TensorDict, function: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
     """Apply a function to each column; the columns of a nested TensorDict become a dictionary."""
-    results: dict[str, Any] = {}
+    results = {}
     for key, value in batch.items():
         if isinstance(value, TensorDict):
             results[key] = map_columns(value, function)
@@ -123,6 +123,16 @@ def check_names(where: str, names: Iterable[str], present: Iterable[str]) -> Non
             raise ProtocolError(
                 f"{where}: got no entry {name!r}, expected one of {sorted(present)}"
             )
+
+
+def take_entries(
+    where: str, entries: Mapping[str, Any], names: Iterable[str] | None
+) -> dict[str, Any]:
+    """Take entries of a container by name. None takes all; see `check_names`."""
+    if names is None:
+        return dict(entries)
+    check_names(where, names, entries)
+    return {name: entries[name] for name in names}
 
 
 @dataclass
@@ -413,9 +423,8 @@ class DataProto:
         if repeat_times < 0:
             raise ProtocolError(f"DataProto.repeat: got {repeat_times} times, expected 0 or more")
         rows = torch.arange(len(self))
-        if interleave:
-            return self.select_idxs(rows.repeat_interleave(repeat_times))
-        return self.select_idxs(rows.repeat(repeat_times))
+        repeat = rows.repeat_interleave if interleave else rows.repeat
+        return self.select_idxs(repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: RowIndex) -> "DataProto":
         """Repeat row i `repeat_times[i]` times, with its copies next to each other; 0 drops it."""
@@ -477,9 +486,7 @@ class DataProto:
             raise ProtocolError(
                 "DataProto.concat: got parts with and without tensors, expected the same columns"
             )
-        batch = None
-        if batches:
-            batch = merge.concat_tensors(batches)
+        batch = merge.concat_tensors(batches) if batches else None
         arrays = merge.concat_arrays([part.non_tensor_batch for part in parts])
         return DataProto(batch, arrays, meta_info)
 
@@ -537,21 +544,12 @@ class DataProto:
             ProtocolError: a name does not exist.
         """
         tensors = self.batch
-        if batch_keys is not None:
-            check_names("DataProto.batch", batch_keys, () if tensors is None else tensors.keys())
+        check_names("DataProto.batch", batch_keys or (), self._tensor_keys())
         if tensors is not None:
             tensors = tensors.copy() if batch_keys is None else tensors.select(*batch_keys)
-
-        array_keys = non_tensor_batch_keys
-        if array_keys is None:
-            array_keys = list(self.non_tensor_batch)
-        check_names("DataProto.non_tensor_batch", array_keys, self.non_tensor_batch)
-        if meta_info_keys is None:
-            meta_info_keys = list(self.meta_info)
-        check_names("DataProto.meta_info", meta_info_keys, self.meta_info)
-
-        arrays = {key: self.non_tensor_batch[key] for key in array_keys}
-        meta_info = {key: self.meta_info[key] for key in meta_info_keys}
+        arrays = self.non_tensor_batch
+        arrays = take_entries("DataProto.non_tensor_batch", arrays, non_tensor_batch_keys)
+        meta_info = take_entries("DataProto.meta_info", self.meta_info, meta_info_keys)
         selected = DataProto(tensors, arrays, meta_info)
         return deep_copy(selected) if deepcopy else selected
 
@@ -615,10 +613,10 @@ class DataProto:
                 "expected an unused name for each column"
             )
 
-        if self.batch is not None:
-            tensors = {mapping.get(key, key): value for key, value in self.batch.items()}
-            batch_size = self.batch.batch_size
-            self.batch = TensorDict(tensors, batch_size=batch_size, device=self.batch.device)
+        batch = self.batch
+        if batch is not None:
+            tensors = {mapping.get(key, key): value for key, value in batch.items()}
+            self.batch = TensorDict(tensors, batch_size=batch.batch_size, device=batch.device)
         arrays = self.non_tensor_batch
         self.non_tensor_batch = {mapping.get(key, key): value for key, value in arrays.items()}
         return self
@@ -781,17 +779,15 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         """Pickle columns and entries, with tensors in the form of `wire.py`."""
-        rows = 0
         tensors = None
         if self.batch is not None:
-            rows = self.batch.batch_size[0]
             tensors = map_columns(self.batch, wire.PackedTensor)
         # One memo for all arrays and entries, so that an object which occurs in several stays one.
-        memo: dict[int, Any] = {}
+        memo = {}
         pack = partial(wire.pack, memo=memo)
         arrays = {}
         for key, array in self.non_tensor_batch.items():
             if array.dtype == object:
                 array = np.frompyfunc(pack, 1, 1)(array)
             arrays[key] = array
-        return wire.rebuild_proto, (type(self), rows, tensors, arrays, pack(self.meta_info))
+        return wire.rebuild_proto, (type(self), len(self), tensors, arrays, pack(self.meta_info))

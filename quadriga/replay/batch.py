@@ -21,18 +21,10 @@ from quadriga.protocol.columns import object_array
 from quadriga.protocol.memory import images_key
 from quadriga.rewards.outcome import UNSCORED
 from quadriga.rollout.sequences import append_responses
+from quadriga.trainer.record_rows import JSON_COLUMNS
 from quadriga.trainer.responses import with_prompt_columns
 
 _OBJECT_COLUMNS = ("num_turns", "finish_reason", "agent")
-_JSON_COLUMNS = {
-    "turn_spans": "turn_spans",
-    "turn_rewards": "turn_rewards",
-    "turn_states": "turn_states",
-    "tool_rewards": "tool_rewards",
-    "turn_scores": "turn_scores",
-    "messages": "solution_messages",
-}
-"""Columns of the record with JSON, and the object columns of the batch that they become."""
 
 
 class RecordedStep:
@@ -47,16 +39,6 @@ class RecordedStep:
         self.record = record
         self._where = str(path)
         self._rows = record.rows
-
-    @property
-    def num_prompt_batches(self) -> int:
-        """Number of prompt batches that the step took; more than 1 with dynamic sampling."""
-        return int(self.record.facts["metrics"].get("filter_groups/num_batches", 1))
-
-    @property
-    def is_thinned(self) -> bool:
-        """Whether texts, and what graders returned beside the score, were removed."""
-        return bool(self.record.facts.get("is_thinned"))
 
     def batch(
         self,
@@ -112,7 +94,7 @@ class RecordedStep:
             values = self._optional_values(name)
             if values:
                 objects[name] = object_array(values)
-        for name, target in _JSON_COLUMNS.items():
+        for name, target in JSON_COLUMNS.items():
             texts = self._optional_values(name)
             if texts:
                 objects[target] = object_array(json.loads(text or "null") for text in texts)
@@ -150,7 +132,7 @@ class RecordedStep:
     def _routes(self) -> list[np.ndarray | None]:
         """Experts of the tokens of each row, [tokens, L, k]; None for a row without them."""
         shape = self.record.facts.get("route_shape")
-        routes: list[np.ndarray | None] = []
+        routes = []
         for content in self._values(ROUTES):
             if content is None or shape is None:
                 routes.append(None)
@@ -189,6 +171,7 @@ class RecordedStep:
                 fix="Put data.train_files and data.train_batch_size back as they were in the run.",
             )
         rows = prompts.select_idxs([places[uid] for uid in uids])
+        # The uid counts prompts, so after a change of the data it may name another row.
         recorded_sources = self._optional_values("source_row")
         sources = rows.non_tensor_batch.get("source_row")
         if recorded_sources is not None and sources is not None:

@@ -88,6 +88,7 @@ def compare_rows(recorded: pa.Table, replayed: pa.Table) -> list[Comparison]:
     for name, column in COLUMNS.items():
         if column.group in _NOT_COMPARED or name in _NOT_COMPARABLE:
             continue
+        # A replay that ends with the rewards or the advantages lacks later columns.
         if _has_values(recorded, name) and _has_values(replayed, name):
             old_values = recorded.column(name).to_pylist()
             new_values = replayed.column(name).to_pylist()
@@ -106,7 +107,7 @@ def _has_values(table: pa.Table, name: str) -> bool:
 
 def _ratios(table: pa.Table) -> list[np.ndarray | None]:
     """`RATIO` of the tokens of each row; None for a row without log-probs of the trainer."""
-    ratios: list[np.ndarray | None] = []
+    ratios = []
     sampled_column = table.column("rollout_log_probs").to_pylist()
     for sampled, trained in zip(sampled_column, table.column("log_probs").to_pylist(), strict=True):
         if sampled is None or trained is None:
@@ -138,7 +139,7 @@ def _compare_values(
             num_values += 1
             # Not `==` with None: for an array that would be an array.
             is_equal = old == new if isinstance(old, str) else old is new
-            places: list[int | None] = [] if is_equal else [None]
+            places = [] if is_equal else [None]
             distances = [math.inf] * len(places)
         else:
             num_values += np.size(old)
@@ -176,7 +177,7 @@ def _find_differences(old: Any, new: Any) -> tuple[list[int | None], list[float]
 
 
 def _value_at(value: Any, place: int | None) -> Any:
-    """Value at a place of `_different_places`; of a whole list its length, as text."""
+    """Value at a place of `_find_differences`; of a whole list its length, as text."""
     if place is not None:
         return value[place]
     if isinstance(value, list | np.ndarray):
@@ -186,7 +187,7 @@ def _value_at(value: Any, place: int | None) -> Any:
 
 def distance(old: float, new: float) -> float:
     """Difference of two numbers, relative to the larger one if that is above 1."""
-    if math.isnan(old) or math.isnan(new) or math.isinf(old) or math.isinf(new):
+    if not (math.isfinite(old) and math.isfinite(new)):
         return math.inf
     return abs(old - new) / max(1.0, abs(old), abs(new))
 
@@ -210,6 +211,7 @@ def compare_metrics(
         if name.startswith(_MACHINE_METRICS):
             continue
         new = replayed.get(name)
+        # Nothing is generated again, so metrics of generation are in the record alone.
         if new is None:
             recorded_alone.append(name)
         elif old == new or (math.isnan(old) and math.isnan(new)):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from quadriga.replay.compare import COMPUTED, TOLERANCE, Comparison, Difference
+from quadriga.replay.compare import COMPUTED, TOLERANCE, Difference
 from quadriga.replay.run import ReplayResult, uid_of
 from quadriga.replay.trainer import REWARDS, UPDATE
 
@@ -29,6 +29,7 @@ def describe_replay(replayed: ReplayResult, uid: str = "") -> Iterator[str]:
         yield from _describe_prompt(replayed, uid_of(replayed.recorded.rows, uid))
     elif replayed.is_edited or replayed.until == REWARDS:
         yield from _describe_changed_rows(replayed)
+    # An edited step is meant to differ.
     if not replayed.is_edited:
         yield from _describe_columns(replayed)
     yield from _describe_metrics(replayed)
@@ -49,18 +50,14 @@ def _describe_columns(replayed: ReplayResult) -> Iterator[str]:
             num_equal_inputs += 1
     width = max((len(entry.name) for entry in shown_columns), default=0)
     for entry in shown_columns:
-        yield f"  {entry.name:<{width}}  {_describe_state(entry)}"
+        state = f"equal      {entry.num_values} values"
+        if not entry.is_equal:
+            count = f"{entry.num_different} of {entry.num_values} values"
+            state = f"DIFFERENT  {count}, by up to {entry.largest:.3g}"
+        yield f"  {entry.name:<{width}}  {state}"
         if entry.first is not None:
             yield f"  {'':<{width}}  first: {_describe_difference(entry.first)}"
     yield f"  from the record: {num_equal_inputs} columns, equal"
-
-
-def _describe_state(entry: Comparison) -> str:
-    """Whether a column is equal, with its number of values."""
-    if entry.is_equal:
-        return f"equal      {entry.num_values} values"
-    count = f"{entry.num_different} of {entry.num_values} values"
-    return f"DIFFERENT  {count}, by up to {entry.largest:.3g}"
 
 
 def _describe_difference(first: Difference) -> str:
@@ -102,6 +99,7 @@ def _describe_verdict(replayed: ReplayResult) -> str:
         step += f" up to its {replayed.until}"
     if replayed.is_edited:
         return f"{step}: with the edits, as above; the run is unchanged"
+    # Without an obstacle every bit must be equal; with one, differences of rounding are expected.
     is_identical = all(entry.is_equal for entry in (*replayed.columns, *replayed.metrics))
     if is_identical:
         return f"{step}: equal bit for bit"

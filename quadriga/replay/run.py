@@ -22,7 +22,7 @@ from quadriga.observe.records import RecordFolder, StepRecord
 from quadriga.observe.timing import Timeline
 from quadriga.redact import HIDDEN
 from quadriga.replay.compare import TOLERANCE, Comparison, compare_metrics, compare_rows
-from quadriga.replay.start import ReplayStart, configure_one_process, find_start, num_ranks
+from quadriga.replay.start import ReplayStart, configure_one_process, find_start
 from quadriga.replay.trainer import (
     ADVANTAGES,
     REWARDS,
@@ -32,6 +32,7 @@ from quadriga.replay.trainer import (
     ReplayWorker,
 )
 from quadriga.rewards import RewardManager, load_reward_manager
+from quadriga.trainer.asynchronous.simulation import training_ranks
 from quadriga.trainer.build import (
     Replacements,
     build_run,
@@ -179,7 +180,7 @@ def replay(request: ReplayRequest) -> ReplayResult:
     if until == REWARDS:
         print(f"replay: step {start.step} up to its rewards; its recorded responses are graded")
     else:
-        _require_confirmation(start, num_ranks(config), is_confirmed=request.is_confirmed)
+        _require_confirmation(start, training_ranks(config), is_confirmed=request.is_confirmed)
     # The settings are those of the run, so only files that they name can have changed.
     for change in start.settings.changes(RunSettings.of(config)):
         print(f"NOTICE: {change} has changed since the run")
@@ -203,7 +204,7 @@ def replay(request: ReplayRequest) -> ReplayResult:
         trainer.debugged_phase = request.until
         trainer.last_step = request.step
         try:
-            rows, metrics = _replay_step(trainer, request.step)
+            rows, metrics = _replay_step(trainer)
             earlier = _earlier_difference(trainer)
         finally:
             run.close()
@@ -239,6 +240,7 @@ def _edits_to_overrides(edits: Sequence[str]) -> list[str]:
                 fix="`quadriga config keys WORDS` lists keys.",
             )
         if name == "reward":
+            # Without a name the function is `compute_score`, as in custom_reward_function.
             path, colon, function = value.rpartition(":")
             if not colon:
                 path = value
@@ -430,18 +432,18 @@ def _train_to_previous_step(config: Config, start: ReplayStart) -> Path:
     return trainer.checkpoints.path(start.step - 1)
 
 
-def _replay_step(trainer: ReplayTrainer, number: int) -> tuple[pa.Table, dict[str, float]]:
-    """Train up to a step. Return its rows with the columns of the record, and its metrics."""
+def _replay_step(trainer: ReplayTrainer) -> tuple[pa.Table, dict[str, float]]:
+    """Train up to the replayed step. Return its rows, as they are recorded, and its metrics."""
     config = trainer.config
     try:
         for step in _iterate_steps(trainer):
-            if step.number == number:
+            if step.number == trainer.last_step:
                 break
     except PhaseReachedError as end:
         return record_table(end.batch, config.data), end.metrics
     # A replay records its own steps, in a thread.
     trainer.recorder.finish()
-    replayed = RecordFolder(config.trainer.directory).read(number)
+    replayed = RecordFolder(config.trainer.directory).read(trainer.last_step)
     return replayed.rows, replayed.facts["metrics"]
 
 
@@ -453,6 +455,7 @@ def _earlier_difference(trainer: ReplayTrainer) -> str:
         if step == trainer.last_step:
             break
         columns = compare_rows(trainer.recorded.read(step).rows, replayed.read(step).rows)
+        # The first difference causes the later ones, so only that one is described.
         names = [entry.name for entry in columns if not entry.is_equal]
         if names:
             return f"step {step} differs in {', '.join(names)}"
@@ -475,7 +478,8 @@ def _iterate_steps(trainer: ReplayTrainer) -> Any:
 
 def _find_obstacle(config: Config, recorded: StepRecord) -> str:
     """Why the numbers of a replay need not be equal bit for bit; "" if they should be."""
-    ranks = num_ranks(config)
+    ranks = training_ranks(config)
+    # Several ranks add gradients in another order than one process.
     if ranks > 1:
         return f"the run had {ranks} ranks"
     if config.trainer.backend != "local":

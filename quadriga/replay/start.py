@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.config import Config
-from quadriga.config.placement import POLICIES, role_pools
 from quadriga.errors import DataError
 from quadriga.observe.records import RecordFolder
 from quadriga.trainer.checkpoint import Checkpoints, quarantined_files
@@ -140,17 +139,6 @@ def _require_steps(
         fix="Replay a recorded step behind a checkpoint. trainer.rollout_record=all, a larger "
         "trainer.rollout_record_gib and more checkpoints keep more steps.",
     )
-
-
-def num_ranks(config: Config) -> int:
-    """Number of ranks that train the policy in a run."""
-    trainer = config.trainer
-    if trainer.backend == "local":
-        return 1
-    pools = role_pools(trainer)
-    # The name of the policy's role depends on what else it contains.
-    pool = next(pools[role] for role in POLICIES if role in pools)
-    return sum(trainer.processes_of(pool))
 
 
 def configure_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Config:

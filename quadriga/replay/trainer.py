@@ -58,7 +58,7 @@ class ReplayWorker(ActorRolloutRefWorker):
     ) -> None:
         super().__init__(config, tokenizer, role, **options)
         # An engine would take memory, and its package may not be installed here.
-        self.parts = self.parts._replace(rollout=False)
+        self.has_rollout = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
@@ -105,20 +105,24 @@ class ReplayTrainer(RayPPOTrainer):
             DataError: the record lacks something that the step needs, or the data have changed.
         """
         step = self.global_steps
-        recorded = RecordedStep(self.recorded.read(step), self.recorded.path(step))
-        if recorded.is_thinned and "reward_extra" in configured_estimator(self.config).fields:
+        path = self.recorded.path(step)
+        record = self.recorded.read(step)
+        facts = record.facts
+        is_thinned = facts.get("is_thinned", False)
+        if is_thinned and "reward_extra" in configured_estimator(self.config).fields:
             raise DataError(
-                str(self.recorded.path(step)),
+                str(path),
                 got="a step without what graders returned beside the score",
                 expected=f"it, for algorithm.adv_estimator={self.config.algorithm.adv_estimator}",
                 fix="The record was thinned; a larger trainer.rollout_record_gib keeps it.",
             )
-        prompts: list[DataProto] = []
-        for _ in range(recorded.num_prompt_batches):
+        prompts = []
+        # Several batches of prompts with dynamic sampling.
+        for _ in range(int(facts["metrics"].get("filter_groups/num_batches", 1))):
             prompts.append(self.next_prompts(num_before=sum(map(len, prompts))))
         policy = self.config.actor_rollout_ref
         is_graded = self.grades_again and step == self.last_step
-        batch = recorded.batch(
+        batch = RecordedStep(record, path).batch(
             prompts[0] if len(prompts) == 1 else DataProto.concat(prompts),
             self.tokenizer.pad_token_id,
             has_own_prompts=policy.rollout.mode == "async",

@@ -85,14 +85,14 @@ class NamedReward:
                 if parameter.default is parameter.empty:
                     self.required.append(parameter.name)
 
+        names = set(self.names)
         # One plural name is enough: a function takes either one sample or a batch.
-        self.is_batch = not set(PLURAL_NAMES).isdisjoint(self.names)
-        has_known_name = not {*SAMPLE_ARGUMENTS, *ROW_ARGUMENTS, *PLURAL_NAMES}.isdisjoint(
-            self.names
-        )
+        self.is_batch = not names.isdisjoint(PLURAL_NAMES)
+        has_known_name = self.is_batch or not names.isdisjoint(BATCH_NAMES)
         self.is_positional = len(self.required) == 1 and not has_known_name
-        names_without_row = {*SAMPLE_ARGUMENTS, *(BATCH_NAMES[name] for name in SAMPLE_ARGUMENTS)}
-        has_other_name = self.takes_all or not names_without_row.issuperset(self.names)
+        # All other arguments are columns of the row, or are made from them.
+        sample_names = {*SAMPLE_ARGUMENTS, *(BATCH_NAMES[name] for name in SAMPLE_ARGUMENTS)}
+        has_other_name = self.takes_all or not names <= sample_names
         self.reads_row = has_other_name and not self.is_positional
 
     def check(self, columns: Iterable[str]) -> None:
@@ -297,7 +297,7 @@ def reward_of(functions: Any) -> ItemReward:
         ConfigError: something in the list is neither a function nor a pair, or the list is empty.
     """
     entries = functions if isinstance(functions, list | tuple) else [functions]
-    parts: list[NamedReward] = []
+    parts = []
     for number, entry in enumerate(entries, start=1):
         function = entry
         weight = 1.0

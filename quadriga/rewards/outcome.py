@@ -81,7 +81,7 @@ def read_outcome(returned: Any) -> Outcome:
         The outcome, which is "invalid" if the result is anything else.
     """
     value = returned
-    extra: dict[str, Any] = {}
+    extra = {}
     subject = "the score function returned"
     if isinstance(returned, Mapping):
         if "score" not in returned:

@@ -63,7 +63,7 @@ class GradingRound:
     """
 
     def __init__(
-        self, num_samples: int, max_failures: int | None = None, timeout_s: float | None = None
+        self, num_samples: int, max_failures: int | None, timeout_s: float | None = None
     ) -> None:
         self._outcomes: list[Outcome | None] = [None] * num_samples
         self.graded_at = [math.nan] * num_samples

@@ -427,7 +427,7 @@ def _grade_in_turn(
         accepted: names of the arguments that it takes.
         send: sends an outcome to the driver.
     """
-    loaded_graders: set[str] = set()
+    loaded_graders = set()
     while True:
         chunk = connection.recv()
         connection.send((BEGUN, None))

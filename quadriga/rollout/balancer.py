@@ -15,7 +15,8 @@ raised. Responses do not depend on the choice of the engine, because each reques
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from threading import Condition
@@ -57,7 +58,7 @@ def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
     Returns:
         The engines, in order.
     """
-    engines: list[E] = []
+    engines = []
     num_shares = num_shares or len(makers)
     try:
         with process_environment(num_shares if num_shares > 1 else 0):
@@ -106,16 +107,20 @@ class Balancer(RolloutEngine):
             raise RolloutError("Balancer", got="no engines", expected="at least one")
         self.engines = list(engines)
         self.traits = engines[0].traits
-        count = len(engines)
-        default = f"requests balanced over {count} engines, each: {engines[0].description}"
-        self.description = description or default
-        self.in_flight = [0] * count
+        self.description = description or (
+            f"requests balanced over {len(engines)} engines, each: {engines[0].description}"
+        )
+        self.in_flight = [0] * len(engines)
         self.dead: dict[int, Exception] = {}
         self._makers = list(makers)
         self._restarts = Restarts(self._restart_engine, "rollout engine")
         # Numbers of dead engines that were restarted, and wait for weights.
         self._restarted: set[int] = set()
         self.weight_version = engines[0].weight_version
+
+    def _title(self, number: int) -> str:
+        """The name of an engine in messages."""
+        return f"engine {number} of {len(self.engines)}"
 
     @property
     def alive(self) -> list[int]:
@@ -135,9 +140,7 @@ class Balancer(RolloutEngine):
                 self.engines[number] = restart.result()
                 self._restarted.add(number)
             else:
-                logger.warning(
-                    "engine %d of %d did not start again: %s", number, len(self.engines), error
-                )
+                logger.warning("%s did not start again: %s", self._title(number), error)
                 self._restarts.request(number)
         reached = {*self.alive, *self._restarted}
         return bool(reached) and all(self.engines[number].has_frozen_weights for number in reached)
@@ -163,7 +166,7 @@ class Balancer(RolloutEngine):
         self._require_ready([prompt], [sampling])
         # The length of the response is not known, so its limit counts.
         tokens = len(prompt) + sampling.max_tokens
-        failed: dict[int, Exception] = {}
+        failed = {}
         while usable := [number for number in self.alive if number not in failed]:
             number = min(usable, key=self.in_flight.__getitem__)
             self.in_flight[number] += tokens
@@ -199,21 +202,23 @@ class Balancer(RolloutEngine):
         self._require_ready(prompts, sampling)
         row_images = images or [None] * len(prompts)
 
-        def generate_rows(number: int, rows: list[int]) -> list[Completion]:
+        rows: dict[int, list[int]] = {}  # by the engines' numbers
+
+        def generate_rows(number: int) -> list[Completion]:
             engine = self.engines[number]
             engine.count_ended = self.count_ended
             try:
                 return engine.generate_batch(
-                    [prompts[row] for row in rows],
-                    [sampling[row] for row in rows],
-                    [row_images[row] for row in rows],
+                    [prompts[row] for row in rows[number]],
+                    [sampling[row] for row in rows[number]],
+                    [row_images[row] for row in rows[number]],
                 )
             finally:
                 # Later responses are not of this batch.
                 engine.count_ended = None
 
-        responses: dict[int, Completion] = {}
-        failed: dict[int, Exception] = {}
+        responses = {}
+        failed = {}
         num_moved = 0
         # Rows of an engine that fails are shared among the remaining ones.
         while len(responses) < len(prompts):
@@ -256,7 +261,7 @@ class Balancer(RolloutEngine):
         restarted = sorted(self._restarted)
         stream = SharedStream(weights, len(alive) + len(restarted))
 
-        def load(number: int, _: None) -> None:
+        def load(number: int) -> None:
             try:
                 # A restarted engine is awake, even if the others are asleep.
                 if number in restarted and self._state == "asleep":
@@ -266,8 +271,8 @@ class Balancer(RolloutEngine):
                 # Also after an error, or the other readers would wait for this one.
                 stream.leave()
 
-        engines = dict.fromkeys([*alive, *restarted])
-        results, failed = self._run_concurrently(engines, load, meanwhile=stream.lend)
+        numbers = [*alive, *restarted]
+        results, failed = self._run_concurrently(numbers, load, meanwhile=stream.lend)
         for number, error in failed.items():
             # A WeightSyncError with another error as its cause is about the engine itself.
             if number in alive and isinstance(error, WeightSyncError) and error.__cause__ is None:
@@ -295,16 +300,14 @@ class Balancer(RolloutEngine):
             names = expected.differences(self.engines[number].fingerprint())
             if names:
                 error = WeightSyncError(
-                    f"engine {number} of {len(self.engines)}, made again",
+                    f"{self._title(number)}, made again",
                     got=f"other weights in {len(names)} tensors: {name_some(names)}",
                     expected="those of the others",
                 )
                 self._mark_dead({number: error})
                 continue
             self.counts["rollout/engine_restarts"] += 1
-            logger.warning(
-                "engine %d of %d is made again, after: %s", number, len(self.engines), reason
-            )
+            logger.warning("%s is made again, after: %s", self._title(number), reason)
 
     def _restart_engine(self, number: int) -> RolloutEngine:
         """Make an engine in the place of a dead one, after freeing its memory and processes."""
@@ -370,12 +373,8 @@ class Balancer(RolloutEngine):
         try:
             self.engines[number].close()
         except Exception as error:  # a dead engine may fail in any way
-            logger.warning(
-                "engine %d of %d, which is dead, did not close: %s",
-                number,
-                len(self.engines),
-                error,
-            )
+            title = self._title(number)
+            logger.warning("%s, which is dead, did not close: %s", title, error)
 
     def _mark_dead(self, failed: Mapping[int, Exception]) -> None:
         """Send no more requests to engines that failed where others succeeded, and restart them.
@@ -385,18 +384,16 @@ class Balancer(RolloutEngine):
         """
         for number, error in failed.items():
             # Another request that failed at the same time may have marked it already.
-            if number not in self.dead or number in self._restarted:
-                self.dead[number] = error
-                self._restarted.discard(number)
-                if self._makers:
-                    self._restarts.request(number)
-                logger.warning(
-                    "engine %d of %d gets no more requests, %d are left: %s",
-                    number,
-                    len(self.engines),
-                    len(self.alive),
-                    error,
-                )
+            if number in self.dead and number not in self._restarted:
+                continue
+            self.dead[number] = error
+            self._restarted.discard(number)
+            if self._makers:
+                self._restarts.request(number)
+            num_alive = len(self.alive)
+            logger.warning(
+                "%s gets no more requests, %d are left: %s", self._title(number), num_alive, error
+            )
 
     def _error_of_all(self, failed: Mapping[int, Exception]) -> Exception:
         """Choose the error to raise if no engine could do what was requested.
@@ -409,7 +406,7 @@ class Balancer(RolloutEngine):
             if isinstance(error, QuadrigaError):
                 return error
             wrapped = RolloutError(
-                f"engine {number} of {len(self.engines)}",
+                self._title(number),
                 got=f"{type(error).__name__}: {error}",
                 expected="success of this engine or another",
                 fix="All other engines have failed, too: see this engine's message.",
@@ -435,8 +432,9 @@ class Balancer(RolloutEngine):
         Returns:
             The results by the engines' numbers.
         """
-        engines = {number: self.engines[number] for number in self.alive}
-        results, failed = self._run_concurrently(engines, lambda _, engine: work(engine))
+        results, failed = self._run_concurrently(
+            self.alive, lambda number: work(self.engines[number])
+        )
         if not results:
             raise self._error_of_all(failed)
         self._mark_dead(failed)
@@ -444,26 +442,24 @@ class Balancer(RolloutEngine):
 
     def _run_concurrently(
         self,
-        shares: Mapping[int, T],
-        work: Callable[[int, T], R],
+        numbers: Collection[int],
+        work: Callable[[int], R],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[dict[int, R], dict[int, Exception]]:
         """Run a function for several engines at the same time, in a thread each.
 
         Args:
-            shares: argument of `work` for each engine, by its number.
-            work: called with the number of each engine and its argument.
+            numbers: numbers of the engines.
+            work: called with the number of each engine.
             meanwhile: called in this thread while they work.
 
         Returns:
             Results and errors by the engines' numbers.
         """
-        results: dict[int, R] = {}
-        failed: dict[int, Exception] = {}
-        with ThreadPoolExecutor(max(1, len(shares)), "engine") as threads:
-            futures = {
-                number: threads.submit(work, number, share) for number, share in shares.items()
-            }
+        results = {}
+        failed = {}
+        with ThreadPoolExecutor(max(1, len(numbers)), "engine") as threads:
+            futures = {number: threads.submit(work, number) for number in numbers}
             try:
                 meanwhile()
                 wait(futures.values())
@@ -497,9 +493,9 @@ def _divide_rows(
     Returns:
         The rows of each engine, sorted. An engine may get none.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups = defaultdict[tuple[int, ...], list[int]](list)
     for row in rows:
-        groups.setdefault(tuple(prompts[row]), []).append(row)
+        groups[tuple(prompts[row])].append(row)
     row_tokens = {row: len(prompts[row]) + sampling[row].max_tokens for row in rows}
     fair_tokens = sum(row_tokens.values()) / num_engines
 

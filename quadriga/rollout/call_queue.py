@@ -86,10 +86,8 @@ class CallQueue:
         with self._changed:
             futures = {call.number: self._thread.submit(self._answer(call)) for call in calls}
             self._running |= futures
-            cancelled_futures = []
-            for number in cancelled:
-                if number in self._running:
-                    cancelled_futures.append(self._running.pop(number))
+            running = self._running
+            cancelled_futures = [running.pop(number) for number in cancelled if number in running]
         # Without the lock, which a callback takes: it runs here if its future is done already.
         for number, future in futures.items():
             future.add_done_callback(lambda done, number=number: self._finish(number, done))

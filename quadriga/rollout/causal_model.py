@@ -26,6 +26,8 @@ class CausalModelEngine(RolloutEngine):
         max_num_seqs: most responses that are generated at the same time.
         max_model_len: tokens of the longest prompt and response together; None: as many as the
             model has positions.
+        frees_weights: whether a sleep frees the model's parameters, so that a load must bring them
+            before the next generation. Ignored while `shares_weights`.
     """
 
     takes_images = True
@@ -38,6 +40,7 @@ class CausalModelEngine(RolloutEngine):
         eos_token_ids: Sequence[int] | None = None,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
+        frees_weights: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -47,6 +50,9 @@ class CausalModelEngine(RolloutEngine):
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
+        self.frees_weights = frees_weights
+        # Storages of parameters that a sleep has freed, and their sizes in bytes.
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
 
     @staticmethod
     def options_of(setup: EngineSetup, model: PreTrainedModel) -> dict[str, Any]:
@@ -61,7 +67,30 @@ class CausalModelEngine(RolloutEngine):
             "eos_token_ids": stop_token_ids(model, setup.tokenizer.eos_token_id),
             "max_num_seqs": setup.rollout.max_num_seqs,
             "max_model_len": setup.rollout.max_model_len,
+            # A copy of the weights takes memory that training needs.
+            "frees_weights": setup.actor is None and setup.device.type != "cpu",
         }
+
+    @property
+    def has_dropped_weights(self) -> bool:
+        return bool(self._freed)
+
+    def sleep(self) -> None:
+        """Free the parameters if `frees_weights`. Subclasses free what they need to generate."""
+        super().sleep()
+        if not self.frees_weights or self.shares_weights:
+            return
+        for parameter in self.model.parameters():
+            storage = parameter.untyped_storage()
+            # Before the first shards arrive, those of a rollout group are on "meta".
+            if parameter.device.type != "meta" and storage.nbytes():
+                self._freed.append((storage, storage.nbytes()))
+                storage.resize_(0)
+
+    def allocate_weights(self) -> None:
+        for storage, num_bytes in self._freed:
+            storage.resize_(num_bytes)
+        self._freed.clear()
 
     @torch.no_grad()
     def load_weights(self, weights: NamedWeights, version: int) -> None:
@@ -75,6 +104,7 @@ class CausalModelEngine(RolloutEngine):
             WeightSyncError: a weight is unknown, has another shape, or is missing.
         """
         self.weight_version = -1
+        self.allocate_weights()
         parameters = dict(self.named_weights())
         for name, tensor in Manifest.of(self.model).check_stream(weights):
             # An engine on the trainer's own model gets its own parameters, which need no copy.
@@ -89,7 +119,8 @@ class CausalModelEngine(RolloutEngine):
         return [(name, tensor.detach()) for name, tensor in (*parameters, *buffers)]
 
     def fingerprint(self) -> Fingerprint:
-        return fingerprint(self.named_weights())
+        # Memory that a sleep has freed must not be read.
+        return fingerprint(() if self.has_dropped_weights else self.named_weights())
 
     def _require_room(self, prompts: Prompts, sampling: Sampling) -> None:
         """Refuse requests that may exceed the model's positions or `max_model_len`.

@@ -64,6 +64,11 @@ class RolloutGroup:
         """Whether this rank takes requests."""
         return self.rank == 0
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether CUDA graphs may contain sums over the ranks, as those of NCCL, and not of gloo."""
+        return dist.get_backend(self.tensors) == "nccl"
+
     def broadcast(self, message: Any) -> None:
         """Send a message from the leader to all members.
 
@@ -77,8 +82,8 @@ class RolloutGroup:
         with detect_lost_peer(f"{self}, in a message to its members"):
             dist.broadcast(torch.tensor([len(content)]), self.ranks[0], self.messages)
             if content:
-                buffer = torch.frombuffer(content, dtype=torch.uint8)
-                dist.broadcast(buffer, self.ranks[0], self.messages)
+                numbers = torch.frombuffer(content, dtype=torch.uint8)
+                dist.broadcast(numbers, self.ranks[0], self.messages)
 
     def receive(self, *, is_idle: bool = False) -> Any:
         """Receive the leader's next message.

@@ -7,10 +7,12 @@ in every engine. Logits are those of transformers: a model in bfloat16 rounds th
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from quadriga.engine_traits.hf import TRAITS
@@ -104,7 +106,7 @@ class HFEngine(CausalModelEngine):
             media = self._media_of(row, row_images[row]) if model_type in ONE_TOKEN else ()
             groups[params.max_tokens, params.stops(self.eos_token_ids), media].append(row)
 
-        completions: dict[int, Completion] = {}
+        completions = {}
         for group in groups.values():
             for start in range(0, len(group), self.max_num_seqs):
                 rows = group[start : start + self.max_num_seqs]
@@ -163,12 +165,11 @@ class HFEngine(CausalModelEngine):
         max_tokens = sampling[0].max_tokens
         stop_tokens = sampling[0].stops(self.eos_token_ids)
         # Padded on the left, so that all rows continue in the same column.
-        input_ids = []
-        attention_mask = []
-        for prompt in prompts:
-            padding = [0] * (width - len(prompt))
-            input_ids.append([*padding, *prompt])
-            attention_mask.append([*padding, *[1] * len(prompt)])
+        input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, prompt in enumerate(prompts):
+            input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            attention_mask[row, width - len(prompt) :] = 1
 
         chooser = _TokenChooser(sampling, device)
         strings = [StopStrings(params.stop, self.tokenizer) for params in sampling]
@@ -179,8 +180,8 @@ class HFEngine(CausalModelEngine):
             pad_token_id=0,
         )
         self.model.generate(
-            input_ids=torch.tensor(input_ids, device=device),
-            attention_mask=torch.tensor(attention_mask, device=device),
+            input_ids=input_ids.to(device),
+            attention_mask=attention_mask.to(device),
             **_image_arguments(prompts, images, width, device),
             generation_config=config,
             logits_processor=[chooser],
@@ -189,18 +190,15 @@ class HFEngine(CausalModelEngine):
 
         completions = []
         for row, tokens in enumerate(chooser.token_ids):
+            # Only `abort` ends a row before its limit and without a stop.
+            reason: FinishReason = "length" if len(tokens) == max_tokens else "abort"
+            length = len(tokens)
             # `generate` goes on until every row has ended, so cut the row at its first end.
-            ends = [end for end, token in enumerate(tokens, start=1) if token in stop_tokens]
-            string_end = strings[row].length(tokens)
-            if string_end is not None:
-                ends.append(string_end)
-            length = min(ends, default=len(tokens))
-            reason: FinishReason = "length"
-            if ends:
-                reason = "stop"
-            elif length < max_tokens:
-                # Only `abort` ends a row before its limit and without a stop.
-                reason = "abort"
+            for end in range(1, len(tokens) + 1):
+                if tokens[end - 1] in stop_tokens or strings[row].is_reached(tokens[:end]):
+                    reason = "stop"
+                    length = end
+                    break
             completions.append(
                 Completion(
                     token_ids=tokens[:length],
@@ -215,7 +213,7 @@ class HFEngine(CausalModelEngine):
 
 def _image_arguments(
     prompts: Prompts, images: Sequence[Images | None], width: int, device: torch.device
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Images and positions of all rows, as arguments of the model; empty if no row has images.
 
     Args:
@@ -239,7 +237,7 @@ def _image_arguments(
     arguments = {"position_ids": positions.to(device)}
 
     # The model takes the pixels of all rows one after the other.
-    parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+    parts: dict[str, list[Tensor]] = defaultdict(list)
     for row_images in with_images:
         for name, part in row_images.inputs.items():
             parts[name].append(part)
@@ -258,7 +256,7 @@ class _TokenChooser(LogitsProcessor):
         self.log_probs: list[list[float]] = [[] for _ in sampling]
         self.sampling_log_probs: list[list[float]] = [[] for _ in sampling]
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Choose the next token of each row.
 
         Args:
@@ -272,27 +270,24 @@ class _TokenChooser(LogitsProcessor):
         uniforms = torch.from_numpy(numbers).to(scores.device)
         # The sampler overwrites its logits.
         tokens, log_probs, sampling_log_probs = sample(scores.float().clone(), self.rules, uniforms)
-        for row, token in enumerate(tokens.tolist()):
+        rows = zip(tokens.tolist(), log_probs.tolist(), sampling_log_probs.tolist(), strict=True)
+        for row, (token, log_prob, sampling_log_prob) in enumerate(rows):
             self.token_ids[row].append(token)
-        for row, log_prob in enumerate(log_probs.tolist()):
             self.log_probs[row].append(log_prob)
-        for row, log_prob in enumerate(sampling_log_probs.tolist()):
-            self.sampling_log_probs[row].append(log_prob)
+            self.sampling_log_probs[row].append(sampling_log_prob)
         # `generate` takes the likeliest token, which can only be the chosen one.
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 
+@dataclass
 class _StopOrAbort(StoppingCriteria):
     """Ends rows at their stop strings, and all of them on `abort`."""
 
-    def __init__(
-        self, engine: HFEngine, chooser: _TokenChooser, strings: Sequence[StopStrings]
-    ) -> None:
-        self.engine = engine
-        self.chooser = chooser
-        self.strings = strings
+    engine: HFEngine
+    chooser: _TokenChooser
+    strings: Sequence[StopStrings]  # of each row
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
         """[B] bool, whether each row has ended."""
         rows = zip(self.chooser.token_ids, self.strings, strict=True)
         is_aborting = self.engine._is_aborting

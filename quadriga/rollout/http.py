@@ -19,6 +19,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -171,17 +172,14 @@ class Servers:
         Raises:
             RolloutError: no server replied.
         """
-        failures: list[str] = []
-        num_attempts: Counter[HTTPClient] = Counter()
-
-        def rank(client: HTTPClient) -> tuple[int, int]:
-            # Servers that were tried least for this request come first, of these the least busy.
-            return num_attempts[client], self._num_in_flight[client]
-
+        failures = []
+        untried = []
         async with self._slots:
             while len(failures) < self.num_tries * len(self.clients):
-                client = min(self.clients, key=rank)
-                num_attempts[client] += 1
+                # A round tries each server once, the least busy one first.
+                untried = untried or list(self.clients)
+                client = min(untried, key=self._num_in_flight.__getitem__)
+                untried.remove(client)
                 self._num_in_flight[client] += 1
                 # A refusal is not caught: the other servers would refuse the request, too.
                 try:
@@ -190,11 +188,10 @@ class Servers:
                     failures.append(f"{client.url}: {error}")
                 finally:
                     self._num_in_flight[client] -= 1
-        # The rounds often fail with the same error.
-        different_failures = dict.fromkeys(failures)
         raise RolloutError(
             f"{self.where}, {description}",
-            got="no answer; " + "; ".join(different_failures),
+            # The rounds often fail with the same error.
+            got="no answer; " + "; ".join(dict.fromkeys(failures)),
             expected="a server that answers",
             fix=f"Check whether they run: {self.setting}.",
         )
@@ -254,9 +251,8 @@ class HTTPEngine(RolloutEngine):
         options = dict(setup.options)
         urls = options.pop("urls", None)
         model = options.pop("model", None)
-        is_list = isinstance(urls, list) and urls and all(isinstance(url, str) for url in urls)
-        unknown = options.keys() - set(_OPTIONS)
-        if not is_list or not isinstance(model, str) or unknown:
+        are_urls = isinstance(urls, list) and urls and all(isinstance(url, str) for url in urls)
+        if not are_urls or not isinstance(model, str) or options.keys() - set(_OPTIONS):
             raise ConfigError(
                 _KWARGS,
                 got=f"{setup.rollout.engine_kwargs}",
@@ -286,9 +282,8 @@ class HTTPEngine(RolloutEngine):
             sampling: how the response is sampled.
             images: images of the prompt.
         """
-        self._require_ready([prompt], [sampling], [images])
-        response = self._thread.submit(self._generate_on_server(prompt, sampling, images))
-        return await asyncio.wrap_future(response)
+        [future] = self._start([prompt], [sampling], [images])
+        return await asyncio.wrap_future(future)
 
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
@@ -303,15 +298,17 @@ class HTTPEngine(RolloutEngine):
         Returns:
             The responses, in order.
         """
-        self._require_ready(prompts, sampling, images)
-        row_images = [None] * len(prompts) if images is None else images
-        futures = []
-        for prompt, params, prompt_images in zip(prompts, sampling, row_images, strict=True):
-            futures.append(
-                self._thread.submit(self._generate_on_server(prompt, params, prompt_images))
-            )
+        futures = self._start(prompts, sampling, images)
         self._count_when_done(futures)
         return results_of(futures)
+
+    def _start(
+        self, prompts: Prompts, sampling: Sampling, images: BatchImages
+    ) -> list[Future[Completion]]:
+        """Send requests to the servers without waiting for the replies."""
+        self._require_ready(prompts, sampling, images)
+        rows = zip(prompts, sampling, images or [None] * len(prompts), strict=True)
+        return [self._thread.submit(self._generate_on_server(*row)) for row in rows]
 
     def abort(self) -> None:
         """End unfinished responses, without tokens: these stay with the server."""
@@ -382,18 +379,16 @@ class HTTPEngine(RolloutEngine):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        prompt_ids = list(prompt)
         if images is None:
             path = "v1/completions"
-            body |= {"prompt": prompt_ids, "logprobs": 1}
-            read = partial(self._completion, sampling=sampling)
+            body |= {"prompt": list(prompt), "logprobs": 1}
         else:
             path = "v1/chat/completions"
             body |= self._chat_fields(images)
-            read = partial(self._chat_completion, sampling=sampling, prompt_ids=prompt_ids)
+        chat_ids = None if images is None else list(prompt)
+        read = partial(self._completion, sampling=sampling, chat_ids=chat_ids)
 
         task = asyncio.current_task()
-        assert task is not None
         self._running.add(task)
         try:
             return await self.servers.ask(path, body, read, f"{len(prompt)} prompt tokens")
@@ -429,7 +424,7 @@ class HTTPEngine(RolloutEngine):
             else:
                 texts[-1].append(token)
         urls = iter(image_data_urls(images, self.name))
-        parts: list[dict[str, Any]] = []
+        parts = []
         for number, token_ids in enumerate(texts):
             if number > 0:
                 parts.append({"type": "image_url", "image_url": {"url": next(urls)}})
@@ -445,48 +440,12 @@ class HTTPEngine(RolloutEngine):
             "logprobs": True,
         }
 
-    def _chat_completion(
+    def _completion(
         self,
         client: HTTPClient,
         content: dict[str, Any],
         sampling: SamplingParams,
-        prompt_ids: list[int],
-    ) -> Completion:
-        """Make the completion of a reply to a chat request.
-
-        Args:
-            client: the server.
-            content: its reply.
-            sampling: how the response was sampled.
-            prompt_ids: token ids of the prompt, with one for each embedding of an image.
-
-        Raises:
-            RolloutError: the server did not tokenize the prompt as `prompt_ids`.
-        """
-        server_ids = content.get("prompt_token_ids")
-        if server_ids != prompt_ids:
-            got = "no `prompt_token_ids`"
-            # Training would see another prompt than the one that was answered.
-            if server_ids:
-                got = f"{len(server_ids)} other tokens of a prompt with images"
-            raise RolloutError(
-                client.where,
-                got=got,
-                expected=f"the {len(prompt_ids)} of the data",
-                fix="Use vLLM's server with the model's own tokenizer and the sizes of"
-                " data.mm_processor_kwargs.",
-            )
-        # A chat has a list of entries, one per token; a completion has a list for each field.
-        choice = _first_choice(content)
-        entries = (choice.get("logprobs") or {}).get("content") or []
-        log_probs = {
-            "tokens": [entry["token"] for entry in entries],
-            "token_logprobs": [entry["logprob"] for entry in entries],
-        }
-        return self._completion(client, {"choices": [choice | {"logprobs": log_probs}]}, sampling)
-
-    def _completion(
-        self, client: HTTPClient, content: dict[str, Any], sampling: SamplingParams
+        chat_ids: list[int] | None,
     ) -> Completion:
         """Make the completion of a reply's first choice.
 
@@ -494,14 +453,36 @@ class HTTPEngine(RolloutEngine):
             client: the server.
             content: its reply.
             sampling: how the response was sampled.
+            chat_ids: token ids of a prompt that was sent as a chat, with one for each embedding of
+                an image. None: the prompt was sent as token ids.
 
         Raises:
-            RolloutError: it lacks token ids or log-probabilities, or has an unknown finish reason.
+            RolloutError: the reply lacks token ids or log-probabilities, or has an unknown finish
+                reason; or the server did not tokenize the chat as `chat_ids`.
         """
-        choice = _first_choice(content)
-        log_prob_fields = choice.get("logprobs") or {}
-        log_probs = log_prob_fields.get("token_logprobs") or []
-        tokens = log_prob_fields.get("tokens") or []
+        choice = (content.get("choices") or [{}])[0]
+        fields = choice.get("logprobs") or {}
+        if chat_ids is None:
+            tokens = fields.get("tokens") or []
+            log_probs = fields.get("token_logprobs") or []
+        else:
+            # Training would see another prompt than the one that was answered.
+            server_ids = content.get("prompt_token_ids")
+            if server_ids != chat_ids:
+                got = "no `prompt_token_ids`"
+                if server_ids:
+                    got = f"{len(server_ids)} other tokens of a prompt with images"
+                raise RolloutError(
+                    client.where,
+                    got,
+                    expected=f"the {len(chat_ids)} of the data",
+                    fix="Use vLLM's server with the model's own tokenizer and the sizes of"
+                    " data.mm_processor_kwargs.",
+                )
+            # A chat has a list of entries, one per token, in place of a list for each field.
+            entries = fields.get("content") or []
+            tokens = [entry["token"] for entry in entries]
+            log_probs = [entry["logprob"] for entry in entries]
         token_ids = choice.get("token_ids")
         # Some servers report the ids in the place of the tokens' texts.
         has_ids = tokens and all(str(token).startswith(_ID_PREFIX) for token in tokens)
@@ -528,11 +509,6 @@ class HTTPEngine(RolloutEngine):
         assert token_ids is not None and reason is not None, "else there is a problem"
         log_probs, sampling_log_probs = split_log_probs(log_probs, sampling, self.logprobs_mode)
         return Completion(token_ids, log_probs, reason, self.weight_version, sampling_log_probs)
-
-
-def _first_choice(content: dict[str, Any]) -> dict[str, Any]:
-    """The first choice of a reply; empty if there is none."""
-    return (content.get("choices") or [{}])[0]
 
 
 class ServedScorer:
@@ -567,20 +543,21 @@ class ServedScorer:
         fix = "Serve it with room for prompt, response and one token more (--max-model-len)"
         fix += f", and --max-logprobs {top_k} or more." if top_k else "."
         urls = [url.strip() for url in addresses.split(",") if url.strip()]
-        server_options = {name: value for name, value in options.items() if name != "model"}
+        server_options = dict(options)
+        model = server_options.pop("model", None)
         self.top_k = top_k
         self.servers = Servers(
             urls, setting=f"{setting}.path", where=setting, fix=fix, **server_options
         )
         # The models of each server.
         server_models = [reply.get("data") or [{}] for reply in self.servers.ask_all("v1/models")]
-        self.model = options.get("model") or server_models[0][0].get("id")
+        self.model = model or server_models[0][0].get("id")
         # Client and longest sequence of each server that reports one.
         limits: list[tuple[HTTPClient, int]] = []
         for client, models in zip(self.servers.clients, server_models, strict=True):
-            for model in models:
-                limit = model.get("max_model_len")
-                if model.get("id") == self.model and limit:
+            for served in models:
+                limit = served.get("max_model_len")
+                if served.get("id") == self.model and limit:
                     limits.append((client, limit))
         self.max_tokens: int | None = None
         self._least_room: HTTPClient | None = None
@@ -601,7 +578,6 @@ class ServedScorer:
             ConfigError: names the server, of several without room the one with the least.
         """
         if self.max_tokens is not None and self.max_tokens <= max_tokens:
-            assert self._least_room is not None
             raise ConfigError(
                 self._least_room.where,
                 got=f"room for {self.max_tokens} tokens (max_model_len)",
@@ -646,7 +622,8 @@ class ServedScorer:
         # Only rows with a token to score are sent, without their padding.
         rows = mask.any(-1).nonzero()[:, 0].tolist()
         sequences = [data.batch["input_ids"][row][attention[row]].tolist() for row in rows]
-        replies = self._thread.submit(self._ask_for_scores(sequences)).result()
+        futures = [self._thread.submit(self._ask_for_scores(tokens)) for tokens in sequences]
+        replies = results_of(futures)
         for row, entries in zip(rows, replies, strict=True):
             columns = mask[row].nonzero()[:, 0]  # of the response
             # A reply has an entry for each token that was sent, so none for the prompt's padding.
@@ -661,23 +638,20 @@ class ServedScorer:
                 scores["top_log_probs"][row, columns] = pairs[..., 1].float()
         return scores
 
-    async def _ask_for_scores(self, sequences: Sequence[list[int]]) -> list[list[Any]]:
-        """Request the log-probabilities of each sequence, as `_read_scores` returns them.
+    async def _ask_for_scores(self, tokens: list[int]) -> list[Any]:
+        """Request the log-probabilities of a sequence, as `_read_scores` returns them.
 
         A server scores a prompt only when it generates, so one token is generated and ignored.
         """
-        requests = []
-        for tokens in sequences:
-            body = {
-                "model": self.model,
-                "max_tokens": 1,
-                "temperature": 0,
-                "prompt_logprobs": self.top_k or 0,
-                "prompt": tokens,
-            }
-            read = partial(self._read_scores, tokens=tokens)
-            requests.append(self.servers.ask("v1/completions", body, read, f"{len(tokens)} tokens"))
-        return await asyncio.gather(*requests)
+        body = {
+            "model": self.model,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": self.top_k or 0,
+            "prompt": tokens,
+        }
+        read = partial(self._read_scores, tokens=tokens)
+        return await self.servers.ask("v1/completions", body, read, f"{len(tokens)} tokens")
 
     def _read_scores(
         self, client: HTTPClient, content: dict[str, Any], *, tokens: list[int]
@@ -696,7 +670,7 @@ class ServedScorer:
         Raises:
             RolloutError: the server does not report all of these numbers.
         """
-        entries = _first_choice(content).get("prompt_logprobs") or []
+        entries = (content.get("choices") or [{}])[0].get("prompt_logprobs") or []
         fix = (
             "Use a server that reports them, as vLLM's does;"
             " it may limit their number (--max-logprobs)."
@@ -720,7 +694,7 @@ class ServedScorer:
                 if num_top:
                     expected += f" and the {num_top} likeliest"
                 got = f"{len(log_probs)} tokens at place {place}"
-                raise RolloutError(client.where, got=got, expected=expected, fix=fix)
+                raise RolloutError(client.where, got, expected, fix)
             scores.append((log_probs[tokens[place]], top))
         return scores
 

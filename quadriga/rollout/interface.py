@@ -163,7 +163,7 @@ class Completion:
         if not least <= length <= max_tokens or length != len(self.log_probs):
             got = f"{length} tokens with {len(self.log_probs)} log-probabilities"
             expected = f"{least} to {max_tokens} tokens, each with a log-probability"
-            raise RolloutError(where, got=got, expected=expected)
+            raise RolloutError(where, got, expected)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,6 +239,10 @@ class RolloutEngine(WeightTarget, ABC):
         cuts_images: whether the engine preprocesses images itself, by the model's files.
         needs_packed_rows: whether it only computes architectures whose rows training can pack.
         shares_weights: whether it computes with the actor's own parameters.
+        has_frozen_weights: whether a load may omit the weights below an adapter, which an earlier
+            load brought.
+        has_dropped_weights: whether the engine dropped its weights in its sleep, so that a load
+            must bring them.
         description: summary of the choices made at its start, for people to read.
         is_load_stable: whether the sender keeps all tensors of a load unchanged until the load
             ends. Otherwise a tensor is valid only until the next one arrives.
@@ -258,6 +262,8 @@ class RolloutEngine(WeightTarget, ABC):
     cuts_images = False
     needs_packed_rows = False
     shares_weights = False
+    has_frozen_weights = False
+    has_dropped_weights = False
     is_load_stable = False
     description = ""
     num_steps = 0
@@ -279,16 +285,6 @@ class RolloutEngine(WeightTarget, ABC):
     def from_config(cls, setup: EngineSetup) -> "RolloutEngine":
         """Make the engine of a configuration, for engines that `rollout.name` can name."""
         raise NotImplementedError
-
-    @property
-    def has_frozen_weights(self) -> bool:
-        """Whether a load may omit the weights below an adapter, which an earlier load brought."""
-        return False
-
-    @property
-    def has_dropped_weights(self) -> bool:
-        """Whether the engine dropped its weights in its sleep, so that a load must bring them."""
-        return False
 
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
@@ -395,6 +391,9 @@ class RolloutEngine(WeightTarget, ABC):
     def wanted_shards(self) -> Wanted:
         """Shards of the weights for this rank of a group, by the trainer's names."""
         raise NotImplementedError
+
+    def allocate_weights(self) -> None:
+        """Allocate memory for weights that a sleep has freed, before shards are written into it."""
 
     def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Compute with these tensors from now on; for engines that take shards.
@@ -519,13 +518,13 @@ class RolloutEngine(WeightTarget, ABC):
             raise RolloutError(where, got="an engine that is asleep", fix="Call wake() first.")
         if self.has_dropped_weights:
             got = "an engine that dropped its weights in its sleep"
-            raise RolloutError(where, got=got, fix="Publish the weights after its sleep.")
+            raise RolloutError(where, got, fix="Publish the weights after its sleep.")
         if self.weight_version < 0:
             fix = "Load a complete set of weights after the error of the last load."
             raise RolloutError(where, got="weights that were not loaded completely", fix=fix)
         if len(prompts) != len(sampling):
             got = f"{len(prompts)} prompts and {len(sampling)} sampling parameters"
-            raise RolloutError(where, got=got, expected="one for each prompt")
+            raise RolloutError(where, got, expected="one for each prompt")
         for row, prompt in enumerate(prompts):
             if len(prompt) == 0:
                 raise RolloutError(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names and shapes of the weights of a complete model, and the check that all of them arrived."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -34,9 +35,9 @@ class Manifest:
         buffers = weight_buffers(model)
         weights = dict(model.named_parameters(remove_duplicate=False)) | buffers
         # Tied weights are the same object.
-        names: dict[int, set[str]] = {}
+        names = defaultdict[int, set[str]](set)
         for name, weight in weights.items():
-            names.setdefault(id(weight), set()).add(name)
+            names[id(weight)].add(name)
         return cls(
             shapes={name: tuple(weight.shape) for name, weight in weights.items()},
             same={name: frozenset(names[id(weight)]) for name, weight in weights.items()},
@@ -53,8 +54,8 @@ class Manifest:
         weights: dict[str, tuple[Box, torch.dtype]] = {}
         for name, shape in self.shapes.items():
             if weights.keys().isdisjoint(self.same[name]):
-                box = Box((0,) * len(shape), shape)
-                weights[name] = (box, self.buffers.get(name, dtype))
+                full_box = Box((0,) * len(shape), shape)
+                weights[name] = (full_box, self.buffers.get(name, dtype))
         return weights
 
     def select(self, accepts: Callable[[str], bool]) -> "Manifest":
@@ -64,10 +65,8 @@ class Manifest:
             accepts: returns whether to select the weight of a name. Selected weights must not be
                 tied to others.
         """
-        names = [name for name in self.shapes if accepts(name)]
-        return Manifest(
-            {name: self.shapes[name] for name in names}, {name: self.same[name] for name in names}
-        )
+        shapes = {name: shape for name, shape in self.shapes.items() if accepts(name)}
+        return Manifest(shapes, {name: self.same[name] for name in shapes})
 
     def union(self, other: "Manifest") -> "Manifest":
         """The weights of both manifests."""
@@ -113,4 +112,4 @@ class Manifest:
         if missing:
             got = f"a stream without {len(missing)} of {len(self.shapes)} weights"
             got += f": {name_some(missing)}"
-            raise WeightSyncError("rollout weights", got=got, expected="every weight of the model")
+            raise WeightSyncError("rollout weights", got, expected="every weight of the model")

@@ -102,7 +102,7 @@ class SamplingRules:
             top_k=column([max(row.top_k, 0) for row in rows], 0),
             min_p=column([float(row.min_p) for row in rows], 0.0),
             is_greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            all_greedy=all(greedy),
+            all_greedy=bool(greedy) and all(greedy),
         )
 
 
@@ -120,22 +120,21 @@ def sample(logits: Tensor, rules: SamplingRules, uniforms: Tensor) -> tuple[Tens
         Token ids [R] int64; their log-probabilities [R] float32 before top-k, top-p and min-p; and
         those after these filters, which are 0 for greedy rows: no other token was possible.
     """
-    likeliest = logits.argmax(-1) if rules.is_greedy is not None else None
+    likeliest = None if rules.is_greedy is None else logits.argmax(-1)
     if rules.temperature is not None:
         logits.div_(rules.temperature)
-    if likeliest is not None and rules.all_greedy:
-        # Looking up the maximum spares another pass over the logits.
-        highest = logits.gather(1, likeliest[:, None])
-    else:
-        highest = logits.amax(-1, keepdim=True)
+    # Looking up the maximum spares another pass over the logits.
+    highest = (
+        logits.gather(1, likeliest[:, None]) if rules.all_greedy else logits.amax(-1, keepdim=True)
+    )
     # Probabilities relative to that of the likeliest token, so that `exp` cannot overflow.
     odds = logits.sub_(highest).exp_()
     sums = _block_sums(odds)
 
     # Odds and sums after top-k, top-p and min-p.
-    threshold = _threshold(odds, rules)
     filtered = odds
     filtered_sums = sums
+    threshold = _threshold(odds, rules)
     if threshold is not None:
         filtered = odds.masked_fill(odds < threshold, 0.0)
         filtered_sums = _block_sums(filtered)
@@ -294,8 +293,6 @@ class StopStrings:
 
     def length(self, token_ids: Sequence[int]) -> int | None:
         """Number of tokens up to the one that completes the first stop string; None: no string."""
-        if not self.strings:
-            return None
         for end in range(1, len(token_ids) + 1):
             if self.is_reached(token_ids[:end]):
                 return end

@@ -154,8 +154,7 @@ class ScriptedEngine(RolloutEngine):
                 response.append(tokenizer.eos_token_id)
         token_ids = [int(token) for token in response]
         if not token_ids:
-            got = "a response without a token"
-            raise RolloutError("scripted", got=got, expected="at least one token")
+            raise RolloutError("scripted", "a response without a token", "at least one token")
         return token_ids
 
     def _next_response(self, prompt: list[int]) -> CannedResponse:

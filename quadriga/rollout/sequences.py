@@ -8,11 +8,12 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import RolloutError
@@ -98,10 +99,10 @@ def requests_of(
     """
     padded_rows = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
     token_ids = [ids[mask.bool()].tolist() for ids, mask in padded_rows]
-    seeds = sequence_seeds(prompts, seed)
     limit = config.max_model_len
     requests = []
-    for row, (ids, row_seed) in enumerate(zip(token_ids, seeds, strict=True)):
+    for row, row_seed in enumerate(sequence_seeds(prompts, seed)):
+        ids = token_ids[row]
         # A long prompt leaves less room for its response.
         max_tokens = response_length
         if limit is not None:
@@ -141,11 +142,11 @@ def batch_of_completions(
     Raises:
         RolloutError: there is not a response for each row, or one does not fit.
     """
-    if len(completions) != len(prompts):
-        got = f"{len(completions)} responses"
-        raise RolloutError("engine", got=got, expected=f"{len(prompts)}, one for each prompt")
+    num_rows = len(completions)
+    if num_rows != len(prompts):
+        got = f"{num_rows} responses"
+        raise RolloutError("engine", got, expected=f"{len(prompts)}, one for each prompt")
     responses = []
-    reasons: Counter[str] = Counter()
     num_tokens = 0
     total_log_prob = 0.0
     for row, completion in enumerate(completions):
@@ -153,7 +154,6 @@ def batch_of_completions(
         length = len(completion.token_ids)
         # The model wrote all tokens of a response, so its mask is 1 everywhere.
         responses.append((completion.token_ids, [1] * length, completion.log_probs))
-        reasons[completion.finish_reason] += 1
         num_tokens += length
         total_log_prob += sum(completion.log_probs)
     batch = append_responses(
@@ -165,12 +165,11 @@ def batch_of_completions(
         versions=[completion.token_versions for completion in completions],
     )
 
-    num_rows = len(completions)
-    unknown_times = (math.nan,) * 3
-    times = [completion.times or unknown_times for completion in completions]
+    times = [completion.times or (math.nan,) * 3 for completion in completions]
     # `view` gives an empty batch its three columns, too.
     batch[TIMES] = torch.tensor(times, dtype=torch.float64).view(num_rows, 3)
     num_prompt_tokens = int(prompts.batch["attention_mask"].sum())
+    reasons = Counter(completion.finish_reason for completion in completions)
     metrics = {
         "rollout/num_prompt_tokens": Metric(num_prompt_tokens, "sum"),
         "rollout/num_response_tokens": Metric(num_tokens, "sum"),
@@ -184,13 +183,13 @@ def batch_of_completions(
 
 
 def append_responses(
-    prompts: Mapping[str, torch.Tensor],
+    prompts: Mapping[str, Tensor],
     responses: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]],
     response_length: int,
     pad_token_id: int,
     routes: Sequence[np.ndarray | None] = (),
     versions: Sequence[Sequence[int]] = (),
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Append responses to prompts, padded on the right.
 
     Args:
@@ -209,28 +208,22 @@ def append_responses(
     prompt_ids = prompts["input_ids"]
     prompt_mask = prompts["attention_mask"]
     device = prompt_ids.device
-    shape = (len(responses), response_length)
-    # Filled on the CPU, row by row, then moved at once.
-    response_ids = torch.full(shape, pad_token_id, dtype=prompt_ids.dtype)
-    is_token = torch.zeros(shape, dtype=prompt_mask.dtype)
-    response_mask = torch.zeros(shape, dtype=torch.int64)
-    log_probs = torch.zeros(shape)
-    for row, (row_ids, row_mask, row_log_probs) in enumerate(responses):
-        length = len(row_ids)
-        response_ids[row, :length] = torch.tensor(row_ids)
-        is_token[row, :length] = 1
-        response_mask[row, :length] = torch.tensor(row_mask)
-        log_probs[row, :length] = torch.tensor(row_log_probs)
-    response_ids = response_ids.to(device)
-    attention_mask = torch.cat((prompt_mask, is_token.to(device)), -1)
 
-    columns: dict[str, torch.Tensor] = {}
+    def pad(rows: Iterable[Sequence[float]], fill: float) -> Tensor:
+        """Pad rows on the right, [B, T]. Filled on the CPU, row by row, then moved at once."""
+        padded = torch.full((len(responses), response_length), fill)
+        for row, values in enumerate(rows):
+            padded[row, : len(values)] = torch.tensor(values)
+        return padded.to(device)
+
+    response_ids = pad((ids for ids, _, _ in responses), pad_token_id).to(prompt_ids.dtype)
+    is_token = pad(([1] * len(ids) for ids, _, _ in responses), 0).to(prompt_mask.dtype)
+    attention_mask = torch.cat((prompt_mask, is_token), -1)
+
+    columns = {}
     if any(versions):
         # -1 on the padding, which no weights wrote.
-        token_versions = torch.full(shape, -1)
-        for row, row_versions in enumerate(versions):
-            token_versions[row, : len(row_versions)] = torch.tensor(row_versions)
-        columns["token_versions"] = token_versions.to(device)
+        columns["token_versions"] = pad(versions, -1)
     if any(row_routes is not None for row_routes in routes):
         columns[ROUTES] = _scatter_routes(routes, attention_mask)
 
@@ -244,14 +237,12 @@ def append_responses(
         "input_ids": torch.cat((prompt_ids, response_ids), -1),
         "attention_mask": attention_mask,
         "position_ids": torch.cat((prompt_positions, positions), -1),
-        "response_mask": response_mask.to(device),
-        "rollout_log_probs": log_probs.to(device),
+        "response_mask": pad((mask for _, mask, _ in responses), 0),
+        "rollout_log_probs": pad((log_probs for _, _, log_probs in responses), 0.0),
     }
 
 
-def _scatter_routes(
-    routes: Sequence[np.ndarray | None], attention_mask: torch.Tensor
-) -> torch.Tensor:
+def _scatter_routes(routes: Sequence[np.ndarray | None], attention_mask: Tensor) -> Tensor:
     """Scatter the routes of each row to the columns of its tokens.
 
     Args:
@@ -311,21 +302,28 @@ def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
     """
     columns = prompts.non_tensor_batch
     meta_info = prompts.meta_info
-    default_uids = [f"row {row}" for row in range(len(prompts))]
-    uids = [str(uid) for uid in columns.get("uid", default_uids)]
+    uids = columns.get("uid", [f"row {row}" for row in range(len(prompts))])
     sample_indices = columns.get("sample_index")
     step = int(meta_info.get("global_steps", 0))
     is_validation = bool(meta_info.get("validate", False))
-    num_samples: Counter[str] = Counter()  # by uid, in the rows so far
+    num_samples = Counter[str]()  # by uid, in the rows so far
     seeds = []
-    for row, uid in enumerate(uids):
+    for row, uid in enumerate(map(str, uids)):
         sample = num_samples[uid] if sample_indices is None else int(sample_indices[row])
         num_samples[uid] += 1
-        # Hashed, so that neighbouring seeds, steps and samples have unrelated seeds.
-        source = (int(seed), step, uid, sample, is_validation)
-        digest = hashlib.blake2b(repr(source).encode(), digest_size=8).digest()
-        seeds.append(int.from_bytes(digest, "big"))
+        seeds.append(derive_seed(int(seed), step, uid, sample, is_validation))
     return seeds
+
+
+def derive_seed(*parts: Any, num_bytes: int = 8) -> int:
+    """Hash parts to a seed, so that similar parts have unrelated seeds.
+
+    Args:
+        parts: values whose `repr` is the same in every process.
+        num_bytes: size of the seed.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=num_bytes).digest()
+    return int.from_bytes(digest, "big")
 
 
 def images_of(prompts: DataProto) -> list[Images | None]:
@@ -340,7 +338,7 @@ def images_of(prompts: DataProto) -> list[Images | None]:
     columns = prompts.non_tensor_batch
     if "multi_modal_inputs" not in columns:
         return [None] * len(prompts)
-    images: list[Images | None] = []
+    images = []
     cache: dict[tuple[int, tuple[int, ...]], Images] = {}
     for row, inputs in enumerate(columns["multi_modal_inputs"]):
         if not inputs:

@@ -6,10 +6,10 @@ import io
 import math
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -26,7 +26,6 @@ from quadriga.models.experts import mixtures
 from quadriga.observe.probe import release_numbers
 from quadriga.rollout.interface import (
     BatchImages,
-    Completion,
     FinishReason,
     Images,
     Prompts,
@@ -41,6 +40,7 @@ from quadriga.weight_sync.publish import name_some
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 """Our finish reason, by the libraries' name. Other names are unknown."""
 _LOG = "Its own message is in the log above."
+Result = TypeVar("Result")
 SEED_BITS = 63
 """Bits of a seed: the libraries take signed numbers of 64 bits."""
 LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
@@ -125,7 +125,7 @@ class ThirdPartyEngine(RolloutEngine):
         self._max_model_len = max_model_len
 
     @contextmanager
-    def _loading(self, version: int) -> Iterator[list[Mapping[str, str]]]:
+    def _loading(self, version: int) -> Iterator[list[dict[str, str]]]:
         """Context manager in which a subclass loads weights. After an error the version is -1.
 
         Yields:
@@ -138,7 +138,7 @@ class ThirdPartyEngine(RolloutEngine):
         self._require_open("load_weights")
         self.weight_version = -1
         where = f"rollout.name={self.name}, weights of version {version}"
-        received: list[Mapping[str, str]] = []
+        received: list[dict[str, str]] = []
         try:
             yield received
         except Exception as error:  # failures of third-party engines have no class in common
@@ -160,7 +160,7 @@ class ThirdPartyEngine(RolloutEngine):
             if names:
                 got = f"{len(names)} weights that differ between process 0 and {rank}"
                 got += f": {name_some(names)}"
-                raise WeightSyncError(where, got=got, expected="the same in each process")
+                raise WeightSyncError(where, got, expected="the same in each process")
         self._arrived = fingerprints[0]
         self.weight_version = version
 
@@ -204,8 +204,7 @@ def require_device_memory(
     gib = 1 << 30
     training = f"training keeps {training_bytes / gib:.1f}"
     if later_bytes:
-        moments = f"{later_bytes / gib:.1f} of it AdamW's moments from the first step on"
-        training += f" ({moments})"
+        training += f" ({later_bytes / gib:.1f} of it AdamW's moments from the first step on)"
     # Rounded down, so that the advice is possible.
     possible_share = int(max(0.0, 1 - taken_bytes / total_bytes) * 100) / 100
     raise ConfigError(
@@ -267,19 +266,19 @@ def require_release(title: str, version: str, least: str, *, where: str, fix: st
     """
     if not version:
         got = f"no {title} in this environment"
-        raise RolloutError(where, got=got, expected=f"{least} or newer", fix=fix)
+        raise RolloutError(where, got, expected=f"{least} or newer", fix=fix)
     if release_numbers(version) < release_numbers(least):
         raise RolloutError(where, got=f"{title} {version}", expected=f"{least} or newer", fix=fix)
 
 
-def results_of(futures: Sequence[Future[Completion]]) -> list[Completion]:
-    """Wait for all completions. The first error cancels the other requests, and is raised.
+def results_of(futures: Sequence[Future[Result]]) -> list[Result]:
+    """Wait for the results of all requests. The first error cancels the others, and is raised.
 
     Args:
-        futures: the completion of each request.
+        futures: the result of each request.
 
     Returns:
-        The completions, in order.
+        The results, in order.
     """
     try:
         # The first error may be any request's, not that of the first one.

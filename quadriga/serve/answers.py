@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from quadriga.rollout.interface import Completion
 from quadriga.rollout.third_party import has_filters
-from quadriga.serve.errors import CallError
+from quadriga.serve.errors import CallError, JsonObject
 from quadriga.serve.policy import ServedPolicy
 from quadriga.serve.requests import Call
 
@@ -55,7 +55,7 @@ def sampled_log_probs(call: Call, completion: Completion) -> list[float] | None:
 
 def generate_body(
     call: Call, completion: Completion, log_probs: Sequence[float] | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Make the answer of `/inference/v1/generate`.
 
     Args:
@@ -63,7 +63,7 @@ def generate_body(
         completion: its completion.
         log_probs: log-probabilities that `sampled_log_probs` returned.
     """
-    choice: dict[str, Any] = {
+    choice: JsonObject = {
         "index": 0,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
@@ -79,7 +79,7 @@ def generate_body(
 
 def chat_body(
     call: Call, completion: Completion, log_probs: Sequence[float] | None, policy: ServedPolicy
-) -> dict[str, Any]:
+) -> JsonObject:
     """Make the answer of `/v1/chat/completions`.
 
     Args:
@@ -102,7 +102,7 @@ def chat_body(
     reason: str = completion.finish_reason
     if "tool_calls" in message and reason == "stop":
         reason = "tool_calls"
-    choice: dict[str, Any] = {
+    choice: JsonObject = {
         "index": 0,
         "message": message,
         "logprobs": None if entries is None else {"content": entries},
@@ -110,7 +110,7 @@ def chat_body(
     }
     num_prompt_tokens = len(call.prompt)
     num_tokens = len(completion.token_ids)
-    body: dict[str, Any] = {
+    body: JsonObject = {
         "id": f"chatcmpl-{uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
@@ -129,7 +129,7 @@ def chat_body(
     return body
 
 
-def chat_events(body: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
+def chat_events(body: JsonObject, *, has_usage: bool) -> Iterator[str]:
     """Convert a finished answer to server-sent events: role, content, finish reason.
 
     Args:
@@ -142,36 +142,33 @@ def chat_events(body: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
     choice = dict(body["choices"][0])
     message = choice.pop("message")
     reason = choice.pop("finish_reason")
-    head = {name: body[name] for name in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk"
+
+    def format_event(*choices: JsonObject, **fields: Any) -> str:
+        """Format a chunk of the answer."""
+        chunk = {name: body[name] for name in ("id", "created", "model")}
+        chunk |= {"object": "chat.completion.chunk", "choices": choices, **fields}
+        return f"data: {json.dumps(chunk)}\n\n"
 
     # The role, and the prompt if the call asks for token ids.
     delta = {"role": "assistant", "content": ""}
-    first = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    if "prompt_token_ids" in body:
-        first["prompt_token_ids"] = body["prompt_token_ids"]
-    yield _event(first)
+    prompt = {name: body[name] for name in ("prompt_token_ids",) if name in body}
+    yield format_event({"index": 0, "delta": delta, "finish_reason": None}, **prompt)
 
     # The whole message, then the finish reason.
     delta = {"content": message["content"]}
     if "tool_calls" in message:
         calls = enumerate(message["tool_calls"])
         delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
-    yield _event({**head, "choices": [{**choice, "delta": delta, "finish_reason": None}]})
-    yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+    yield format_event({**choice, "delta": delta, "finish_reason": None})
+    yield format_event({"index": 0, "delta": {}, "finish_reason": reason})
     if has_usage:
-        yield _event({**head, "choices": [], "usage": body["usage"]})
+        yield format_event(usage=body["usage"])
     yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> str:
-    """Format a server-sent event with JSON."""
-    return f"data: {json.dumps(value)}\n\n"
 
 
 def _assistant_message(
     call: Call, completion: Completion, text: str, policy: ServedPolicy
-) -> dict[str, Any]:
+) -> JsonObject:
     """Make the message of the assistant. It has `tool_calls` if all calls can be read.
 
     Args:
@@ -180,7 +177,7 @@ def _assistant_message(
         text: text of the completion.
         policy: the served policy.
     """
-    message: dict[str, Any] = {"role": "assistant", "content": text}
+    message: JsonObject = {"role": "assistant", "content": text}
     if not call.schemas:
         return message
     text_with_special = policy.encoder.decode(completion.token_ids, with_special=True)
@@ -204,7 +201,7 @@ def _assistant_message(
 
 def _log_prob_entries(
     call: Call, token_ids: Sequence[int], log_probs: Sequence[float], policy: ServedPolicy
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Make the entries of tokens with their log-probabilities, as in OpenAI's API.
 
     Args:
@@ -216,7 +213,11 @@ def _log_prob_entries(
     entries = []
     for token, log_prob in zip(token_ids, log_probs, strict=True):
         text = policy.encoder.decode([token], with_special=True)
-        name = f"token_id:{token}" if call.names_tokens_by_id else text
-        entry = {"token": name, "logprob": log_prob, "bytes": list(text.encode())}
-        entries.append({**entry, "top_logprobs": []})
+        entry = {
+            "token": f"token_id:{token}" if call.names_tokens_by_id else text,
+            "logprob": log_prob,
+            "bytes": list(text.encode()),
+            "top_logprobs": [],
+        }
+        entries.append(entry)
     return entries

@@ -27,7 +27,7 @@ from quadriga.errors import EngineLostError, QuadrigaError, WorkerLostError
 from quadriga.rollout.interface import Completion
 from quadriga.serve.answers import chat_body, chat_events, generate_body, sampled_log_probs
 from quadriga.serve.engines import Engines
-from quadriga.serve.errors import CallError, format_value
+from quadriga.serve.errors import CallError, JsonObject, format_value
 from quadriga.serve.fields import read_json
 from quadriga.serve.gate import read_body, require_caller
 from quadriga.serve.policy import ServedPolicy
@@ -45,7 +45,7 @@ _NUM_TIMED = 10_000
 
 Reader: TypeAlias = Callable[[Any, ServedPolicy], Call]
 LogProbs: TypeAlias = list[float] | None
-Writer: TypeAlias = Callable[[Call, Completion, LogProbs], dict[str, Any]]
+Writer: TypeAlias = Callable[[Call, Completion, LogProbs], JsonObject]
 Result = TypeVar("Result")
 
 
@@ -205,10 +205,20 @@ class PolicyApp:
         started = time.perf_counter()
         session = request.headers.get("x-session-id", "")
         if len(session) > _MAX_SESSION_CHARACTERS:
-            got = f"{len(session)} characters"
-            expected = f"at most {_MAX_SESSION_CHARACTERS}"
-            raise CallError("x-session-id", got=got, expected=expected)
-        self._require_capacity()
+            raise CallError(
+                "x-session-id",
+                got=f"{len(session)} characters",
+                expected=f"at most {_MAX_SESSION_CHARACTERS}",
+            )
+        if self.is_closing:
+            raise _shutdown_error()
+        if self._num_calls >= MAX_CALLS:
+            raise CallError(
+                "server",
+                got=f"{self._num_calls} calls in flight",
+                expected=f"fewer than {MAX_CALLS}",
+                status=429,
+            )
         with self._count_in_flight():
             body = await self._receive_body(request)
             call = await self._run_tokenizer(len(body), lambda: read(read_json(body), self.policy))
@@ -229,8 +239,9 @@ class PolicyApp:
             body = read_body(request.receive, request.headers)
             return await asyncio.wait_for(body, self.timeout_s)
         except TimeoutError as error:
-            got = f"no complete body within {self.timeout_s:g} s"
-            raise CallError("body", got=got, status=408) from error
+            raise CallError(
+                "body", got=f"no complete body within {self.timeout_s:g} s", status=408
+            ) from error
 
     async def _run_tokenizer(self, num_bytes: int, work: Callable[[], Result]) -> Result:
         """Run work with the tokenizer: in a thread, unless it is too short to delay other calls.
@@ -248,18 +259,9 @@ class PolicyApp:
             return work()
         return await asyncio.to_thread(work)
 
-    def _require_capacity(self) -> None:
-        """Raise a CallError if the server is shutting down, or has too many calls in flight."""
-        if self.is_closing:
-            raise _shutdown_error()
-        if self._num_calls >= MAX_CALLS:
-            got = f"{self._num_calls} calls in flight"
-            expected = f"fewer than {MAX_CALLS}"
-            raise CallError("server", got=got, expected=expected, status=429)
-
     async def _answer(
         self, request: Request, call: Call, write: Writer, started: float
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Generate the answer to a call.
 
         If this fails, the number of the call is given back, so that its repetition has its seed.
@@ -280,7 +282,6 @@ class PolicyApp:
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         images_key = "" if call.images is None else call.images.key
         ask = self._seeds.ask(session, call.prompt, images_key, is_retry=is_retry)
-        is_answered = False
         try:
             # The time in the engine does not count as the server's own.
             before = time.perf_counter()
@@ -294,11 +295,10 @@ class PolicyApp:
             self._counts["quadriga_serve_prompt_tokens_total"] += len(call.prompt)
             self._counts["quadriga_serve_generated_tokens_total"] += len(completion.token_ids)
             self._overheads_s.append(time.perf_counter() - started - engine_s)
-            is_answered = True
             return body
-        finally:
-            if not is_answered:
-                ask.give_back()
+        except BaseException:
+            ask.give_back()
+            raise
 
     @contextmanager
     def _count_in_flight(self) -> Iterator[None]:
@@ -339,7 +339,15 @@ class PolicyApp:
             if work.cancelled():
                 raise _shutdown_error()
             if not work.done():
-                raise self._unanswered_error(waiting)
+                if any(task.done() for task in waiting):
+                    self._counts["quadriga_serve_clients_gone_total"] += 1
+                    raise CallError("call", got="a client that is gone", status=499)
+                raise CallError(
+                    "call",
+                    got=f"no answer within {self.timeout_s:g} s",
+                    fix="Raise actor_rollout_ref.rollout.serve.timeout_s, or lower max_tokens.",
+                    status=504,
+                )
             completion = work.result()
         finally:
             self._calls.discard(work)
@@ -350,21 +358,8 @@ class PolicyApp:
             raise CallError("engine", got="an aborted response", fix="Try again.", status=503)
         return completion
 
-    def _unanswered_error(self, waiting: Collection["asyncio.Future[Any]"]) -> CallError:
-        """Make the error of a call whose client has disconnected, or that took too long.
-
-        Args:
-            waiting: the call, which is not done, and the wait for its client to disconnect.
-        """
-        if any(task.done() for task in waiting):
-            self._counts["quadriga_serve_clients_gone_total"] += 1
-            return CallError("call", got="a client that is gone", status=499)
-        got = f"no answer within {self.timeout_s:g} s"
-        fix = "Raise actor_rollout_ref.rollout.serve.timeout_s, or lower max_tokens."
-        return CallError("call", got=got, fix=fix, status=504)
-
     async def _stream_events(
-        self, call: Call, answer: Callable[[], Awaitable[dict[str, Any]]]
+        self, call: Call, answer: Callable[[], Awaitable[JsonObject]]
     ) -> AsyncIterator[str]:
         """Yield the events of a streamed answer: comments until it is finished, then all of it.
 
@@ -427,8 +422,9 @@ class PolicyApp:
             with self._record_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            got = f"{self._record_file} ({error.strerror})"
-            raise CallError("record of calls", got=got, status=500) from error
+            raise CallError(
+                "record of calls", got=f"{self._record_file} ({error.strerror})", status=500
+            ) from error
 
 
 def _shutdown_error() -> CallError:

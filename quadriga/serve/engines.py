@@ -90,7 +90,15 @@ class Engines:
         try:
             return await future
         finally:
-            self._forget(call)
+            with self._changed:
+                # A call that has its outcome has no future any more.
+                if self._futures.pop(call.number, None) is not None:
+                    if call in self._waiting:
+                        self._waiting.remove(call)
+                    for line in self._lines:
+                        if line.running.pop(call.number, None) is not None:
+                            line.cancelled.append(call.number)
+                    self._changed.notify_all()
 
     def close(self) -> None:
         """End the threads; wait up to `PAUSE_S` for exchanges that are under way."""
@@ -100,19 +108,6 @@ class Engines:
         deadline = time.monotonic() + PAUSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _forget(self, call: ServedCall) -> None:
-        """Remove a call that nobody awaits, unless it has its outcome already."""
-        with self._changed:
-            # A call with an outcome has no future any more.
-            if self._futures.pop(call.number, None) is None:
-                return
-            if call in self._waiting:
-                self._waiting.remove(call)
-            for line in self._lines:
-                if line.running.pop(call.number, None) is not None:
-                    line.cancelled.append(call.number)
-            self._changed.notify_all()
 
     def _run(self, line: EngineLine) -> None:
         """Main function of an engine's thread: exchange calls with it until `close` is called."""

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that clients of the server receive, with their HTTP status."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from quadriga.errors import QuadrigaError
+
+JsonObject: TypeAlias = dict[str, Any]
+"""An object of the JSON in calls and answers."""
 
 
 class CallError(QuadrigaError):
@@ -24,7 +27,7 @@ class CallError(QuadrigaError):
         self.status = status
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         """The error in the form of OpenAI's API."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": self.where, "code": self.status}

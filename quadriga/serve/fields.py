@@ -2,20 +2,20 @@
 """Checked access to JSON from clients. Every error names the field that is wrong."""
 
 import json
-import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quadriga.serve.errors import CallError, format_value
 
-# For Python True is an int, but it is no number in JSON.
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "a text": lambda value: isinstance(value, str),
-    "a number": lambda value: type(value) in (int, float) and _is_finite(value),
-    "an integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "true or false": lambda value: isinstance(value, bool),
-    "a list": lambda value: isinstance(value, list),
-    "an object": lambda value: isinstance(value, dict),
+# Types by kind of value.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "a text": str,
+    "a number": (int, float),
+    "an integer": int,
+    "true or false": bool,
+    "a list": list,
+    "an object": dict,
 }
 
 
@@ -72,6 +72,20 @@ class Fields:
         self.require(name, self.values.get(name), kind)
         return self.values[name]
 
+    def section(self, name: str, default: Mapping[str, Any] | None = None) -> "Fields":
+        """Fields of an object within this one.
+
+        Args:
+            name: name of the field.
+            default: the object if the field is missing or null. None: the field is required.
+
+        Raises:
+            CallError: it is missing without a default, or no object.
+        """
+        if default is None:
+            return Fields(self.need(name, "an object"), self.where(name))
+        return Fields(self.get(name, "an object", default), self.where(name))
+
     def require(self, name: str, value: Any, kind: str) -> None:
         """Check the kind of a value.
 
@@ -83,26 +97,40 @@ class Fields:
         Raises:
             CallError: it is of another kind.
         """
-        if not _KINDS[kind](value):
-            got = format_value(value) if name in self.values else "nothing"
-            raise CallError(self.where(name), got=got, expected=kind)
+        is_right = isinstance(value, _KINDS[kind])
+        if isinstance(value, bool):
+            # For Python True is an int, but it is no number in JSON.
+            is_right = kind == "true or false"
+        if is_right and kind == "a number":
+            # An integer in JSON may be larger than any float.
+            is_right = abs(value) <= sys.float_info.max
+        if not is_right:
+            raise CallError(
+                self.where(name),
+                got=format_value(value) if name in self.values else "nothing",
+                expected=kind,
+            )
 
-    def refuse(self, harmless: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+    def refuse(self, unsupported: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:
         """Refuse fields that are not supported, unless their values have no effect.
 
         Args:
-            harmless: for each unsupported field the values without effect, and advice.
+            unsupported: by the advice for the client, names of fields and their values without
+                effect.
 
         Raises:
             CallError: a field has another value.
         """
-        for name, (values, fix) in harmless.items():
-            value = self.values.get(name)
-            if value is not None and value not in values:
-                expected = f"{values[0]!r}" if values else "nothing"
-                raise CallError(
-                    self.where(name), got=format_value(value), expected=expected, fix=fix
-                )
+        for fix, fields in unsupported.items():
+            for name, values in fields.items():
+                value = self.values.get(name)
+                if value is not None and value not in values:
+                    raise CallError(
+                        self.where(name),
+                        got=format_value(value),
+                        expected=f"{values[0]!r}" if values else "nothing",
+                        fix=fix,
+                    )
 
 
 def read_json(text: str | bytes, where: str = "body") -> Any:
@@ -128,11 +156,3 @@ def read_json(text: str | bytes, where: str = "body") -> Any:
 def _refuse_constant(name: str) -> None:
     """Raise a ValueError for NaN or Infinity, which Python's decoder would take."""
     raise ValueError(f"{name} is no JSON")
-
-
-def _is_finite(value: float) -> bool:
-    """Whether a number fits into a float. An integer in JSON may have any number of digits."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False

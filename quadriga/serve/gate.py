@@ -37,8 +37,12 @@ def require_caller(
     """
     header_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
     if header_bytes > MAX_HEADER_BYTES:
-        expected = f"at most {MAX_HEADER_BYTES}"
-        raise CallError("headers", got=f"{header_bytes} bytes", expected=expected, status=431)
+        raise CallError(
+            "headers",
+            got=f"{header_bytes} bytes",
+            expected=f"at most {MAX_HEADER_BYTES}",
+            status=431,
+        )
     # A web page can reach a server on loopback by a DNS name of its own ("DNS rebinding"), which
     # this header then has. An IPv6 address is in brackets; a port may follow.
     host = headers.get("host", "").lower()
@@ -46,8 +50,12 @@ def require_caller(
     if host.startswith("["):
         host_name = host[1:].partition("]")[0]
     if host_name not in {*hosts, scope["server"][0]}:
-        expected = f"one of {', '.join(sorted(hosts))}"
-        raise CallError("Host", got=format_value(host), expected=expected, status=403)
+        raise CallError(
+            "Host",
+            got=format_value(host),
+            expected=f"one of {', '.join(sorted(hosts))}",
+            status=403,
+        )
     if scope["path"] == OPEN_PATH:
         return
     if key:
@@ -56,9 +64,12 @@ def require_caller(
         sent_key = headers.get("x-api-key") or bearer_token
         # The comparison takes the same time wherever the keys differ.
         if not hmac.compare_digest(sent_key.encode(), key.encode()):
-            got = "a wrong key" if sent_key else "no key"
-            expected = "the server's, as Authorization: Bearer or x-api-key"
-            raise CallError("key", got=got, expected=expected, status=401)
+            raise CallError(
+                "key",
+                got="a wrong key" if sent_key else "no key",
+                expected="the server's, as Authorization: Bearer or x-api-key",
+                status=401,
+            )
     if scope["method"] == "POST":
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -103,9 +114,11 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
     if encoding == "identity":
         return body
     if encoding not in ("gzip", "deflate"):
-        expected = "gzip, deflate or nothing"
         raise CallError(
-            "Content-Encoding", got=format_value(encoding), expected=expected, status=415
+            "Content-Encoding",
+            got=format_value(encoding),
+            expected="gzip, deflate or nothing",
+            status=415,
         )
     try:
         # Adding 32 to `wbits` makes zlib detect the format: gzip, or zlib ("deflate"). One byte more
@@ -117,8 +130,11 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
     if len(body) > MAX_BODY_BYTES:
         raise _too_large(f"more than {MAX_BODY_BYTES} bytes after decompression")
     if not decompressor.eof or decompressor.unused_data:
-        expected = f"one complete {encoding} stream"
-        raise CallError("body", got="an incomplete stream, or several", expected=expected)
+        raise CallError(
+            "body",
+            got="an incomplete stream, or several",
+            expected=f"one complete {encoding} stream",
+        )
     return body
 
 

@@ -107,8 +107,11 @@ def listen(host: str, port: int, *, host_key: str, port_key: str) -> socket.sock
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            expected = "a free port"
-            fix = f"Another program, perhaps another run, has it. Set {port_key}=0 for a free one."
-            raise ConfigError(port_key, got=str(port), expected=expected, fix=fix) from error
+            raise ConfigError(
+                port_key,
+                got=str(port),
+                expected="a free port",
+                fix=f"Another program, perhaps another run, has it. Set {port_key}=0 for a free one.",
+            ) from error
         raise ConfigError(host_key, got=f"{host} ({error.strerror})") from error
     return listener

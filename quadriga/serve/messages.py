@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from quadriga.errors import DataError, RolloutError
 from quadriga.protocol.memory import images_key
 from quadriga.rollout.interface import Images
-from quadriga.serve.errors import CallError, format_value
+from quadriga.serve.errors import CallError, JsonObject, format_value
 from quadriga.serve.fields import Fields, read_json
 from quadriga.serve.policy import ServedPolicy
 
@@ -46,7 +46,7 @@ def render_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
     tools = _check_tools(fields)
     messages = []
     # Names of the functions that were called so far, by id of the call. Responses name only the id.
-    names: dict[str, str] = {}
+    names = {}
     for place, message in enumerate(fields.need("messages", "a list")):
         messages.append(_convert_message(Fields(message, f"messages[{place}]"), names, policy))
     if not messages:
@@ -63,7 +63,18 @@ def render_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
             token_ids = policy.encoder.encode_prompt(messages, tools)
             images = None
             if pictures:
-                token_ids, images = _expand_images(token_ids, pictures, policy)
+                # Each image has a single token so far, and gets one for each of its embeddings.
+                prompt = policy.processor.conversation(
+                    token_ids, pictures, (), policy.encoder.encode, "messages"
+                )
+                images = Images(
+                    pictures=prompt.pictures,
+                    inputs=prompt.inputs,
+                    position_ids=prompt.positions,
+                    short_prompt=tuple(token_ids),
+                    key=images_key(prompt.inputs),
+                )
+                token_ids = prompt.ids
     except (RolloutError, DataError) as error:
         raise CallError(error.where, error.got, error.expected, error.fix) from error
     functions = [tool["function"] for tool in tools]
@@ -71,33 +82,7 @@ def render_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
     return RenderedPrompt(token_ids, schemas, images)
 
 
-def _expand_images(
-    token_ids: list[int], pictures: list[bytes], policy: ServedPolicy
-) -> tuple[list[int], Images]:
-    """Expand the token of each image in a prompt to one token for each of its embeddings.
-
-    Args:
-        token_ids: tokens of the rendered prompt, with one for each image.
-        pictures: the images' files.
-        policy: the served policy, which has a processor.
-
-    Returns:
-        Token ids with one for each embedding of an image, and the images.
-    """
-    prompt = policy.processor.conversation(
-        token_ids, pictures, (), policy.encoder.encode, "messages"
-    )
-    images = Images(
-        pictures=prompt.pictures,
-        inputs=prompt.inputs,
-        position_ids=prompt.positions,
-        short_prompt=tuple(token_ids),
-        key=images_key(prompt.inputs),
-    )
-    return prompt.ids, images
-
-
-def _convert_message(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> dict[str, Any]:
+def _convert_message(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> JsonObject:
     """Convert a message of a call to one for the chat template.
 
     Args:
@@ -113,8 +98,11 @@ def _convert_message(fields: Fields, names: dict[str, str], policy: ServedPolicy
     elif role in _ROLES:
         message = {"role": _ROLES[role]}
     else:
-        expected = f"one of {', '.join(_ROLES)}, tool"
-        raise CallError(fields.where("role"), got=format_value(role), expected=expected)
+        raise CallError(
+            fields.where("role"),
+            got=format_value(role),
+            expected=f"one of {', '.join(_ROLES)}, tool",
+        )
     if role == "assistant":
         calls = []
         for place, call in enumerate(fields.get("tool_calls", "a list", [])):
@@ -143,7 +131,7 @@ def _convert_content(fields: Fields, policy: ServedPolicy) -> Any:
     content = fields.values.get("content")
     if not isinstance(content, list):
         return fields.need("content", "a text")
-    parts: list[dict[str, Any]] = []
+    parts = []
     for place, value in enumerate(content):
         part = Fields(value, fields.where(f"content[{place}]"))
         kind = part.need("type", "a text")
@@ -152,11 +140,10 @@ def _convert_content(fields: Fields, policy: ServedPolicy) -> Any:
         elif kind == "image_url" and policy.processor is not None:
             parts.append({"type": "image", "image": _decode_image(part)})
         else:
-            expected = "'text'" if policy.processor is None else "'text' or 'image_url'"
             raise CallError(
                 part.where("type"),
                 got=f"a part of type {format_value(kind)}",
-                expected=expected,
+                expected="'text'" if policy.processor is None else "'text' or 'image_url'",
                 fix=f"{policy.name} takes no others.",
             )
     if all(part["type"] == "text" for part in parts):
@@ -167,22 +154,23 @@ def _convert_content(fields: Fields, policy: ServedPolicy) -> Any:
 
 def _decode_image(part: Fields) -> bytes:
     """Decode an image from its `data:` URL. The server opens neither addresses nor files."""
-    image = Fields(part.need("image_url", "an object"), part.where("image_url"))
+    image = part.section("image_url")
     url = image.need("url", "a text")
     head, _, data = url.partition(",")
     if not (head.startswith("data:image/") and head.endswith(";base64")):
-        expected = "'data:image/...;base64,...'"
-        fix = "Send the image itself: the server opens no addresses."
-        raise CallError(image.where("url"), got=format_value(url), expected=expected, fix=fix)
+        raise CallError(
+            image.where("url"),
+            got=format_value(url),
+            expected="'data:image/...;base64,...'",
+            fix="Send the image itself: the server opens no addresses.",
+        )
     try:
         return base64.b64decode(data, validate=True)
     except binascii.Error as error:
         raise CallError(image.where("url"), got=str(error), expected="base64") from error
 
 
-def _convert_tool_call(
-    fields: Fields, names: dict[str, str], policy: ServedPolicy
-) -> dict[str, Any]:
+def _convert_tool_call(fields: Fields, names: dict[str, str], policy: ServedPolicy) -> JsonObject:
     """Convert a tool call of an earlier turn to the form that chat templates take.
 
     Args:
@@ -190,7 +178,7 @@ def _convert_tool_call(
         names: names of functions by id of the call, to which this one is added.
         policy: the served policy.
     """
-    function = Fields(fields.need("function", "an object"), fields.where("function"))
+    function = fields.section("function")
     name = function.need("name", "a text")
     call_id = fields.get("id", "a text", "")
     names[call_id] = name
@@ -207,7 +195,7 @@ def _convert_tool_call(
     }
 
 
-def _check_tools(fields: Fields) -> list[dict[str, Any]]:
+def _check_tools(fields: Fields) -> list[JsonObject]:
     """Check the tools that a call offers.
 
     Args:
@@ -223,17 +211,17 @@ def _check_tools(fields: Fields) -> list[dict[str, Any]]:
         if tool.need("type", "a text") != "function":
             where = tool.where("type")
             raise CallError(where, got=format_value(tool.values["type"]), expected="'function'")
-        function = Fields(tool.need("function", "an object"), tool.where("function"))
+        function = tool.section("function")
         if not function.need("name", "a text"):
             raise CallError(function.where("name"), got="an empty text", expected="a name")
         function.get("description", "a text")
-        parameters = Fields(
-            function.get("parameters", "an object", {}), function.where("parameters")
-        )
+        parameters = function.section("parameters", {})
         if parameters.values.get("type", "object") != "object":
-            got = f"the type {format_value(parameters.values['type'])}"
-            expected = "a JSON schema of type 'object'"
-            raise CallError(function.where("parameters"), got=got, expected=expected)
+            raise CallError(
+                function.where("parameters"),
+                got=f"the type {format_value(parameters.values['type'])}",
+                expected="a JSON schema of type 'object'",
+            )
         # Parsers read the schema of each property, and the options in it.
         properties = parameters.get("properties", "an object", {})
         for name, schema in properties.items():

@@ -23,42 +23,43 @@ _SAMPLING_KINDS = {
     "min_p": "a number",
     "ignore_eos": "true or false",
 }
-_NO_FORCE = "The policy decides whether it calls a tool."
-_WHOLE_TURN = "An answer is a turn of the assistant, as the chat template opens it."
-_ASK_AGAIN = "Send the call again: each call of a prompt has a seed of its own."
-_NO_STATE = "Send the whole conversation: the server keeps none."
-_NOT_SAMPLED = "Leave it out: the policy samples from its own distribution."
-_NO_FEATURES = "Send images in the messages of /v1/chat/completions."
-# Fields that are not supported: their values without effect, and advice for the client.
-_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), _ASK_AGAIN),
-    "best_of": ((1,), _ASK_AGAIN),
-    "use_beam_search": ((False,), _NOT_SAMPLED),
-    "frequency_penalty": ((0,), _NOT_SAMPLED),
-    "presence_penalty": ((0,), _NOT_SAMPLED),
-    "repetition_penalty": ((1,), _NOT_SAMPLED),
-    "logit_bias": (({},), _NOT_SAMPLED),
-    "response_format": (({"type": "text"},), _NOT_SAMPLED),
-    "structured_outputs": (({},), _NOT_SAMPLED),
-    "min_tokens": ((0,), _NOT_SAMPLED),
-    "bad_words": (([],), _NOT_SAMPLED),
-    "allowed_token_ids": (([],), _NOT_SAMPLED),
-    "tool_choice": (("auto", "none"), _NO_FORCE),
-    "functions": (([],), "Send them as `tools`."),
-    "continue_final_message": ((False,), _WHOLE_TURN),
-    "add_generation_prompt": ((True,), _WHOLE_TURN),
-    "echo": ((False,), _WHOLE_TURN),
-    "modalities": ((["text"],), "The policy writes text."),
-    "truncate_prompt_tokens": ((), "Shorten the prompt."),
-    "include_stop_str_in_output": ((False,), "The text ends before the stop string."),
-    "prompt_logprobs": ((0,), "Only sampled tokens have log-probabilities."),
-    "top_logprobs": ((0,), "Only the sampled token's log-probability is known."),
-    "store": ((False,), _NO_STATE),
-    "previous_response_id": ((), _NO_STATE),
-    "chat_template": ((), "The server has data.chat_template."),
-    "chat_template_kwargs": (({},), "The server has data.apply_chat_template_kwargs."),
-    "content_parts": (([],), _NO_FEATURES),
-    "features": (({},), _NO_FEATURES),
+# Fields that are not supported, by the advice for the client: their values without effect.
+_UNSUPPORTED: dict[str, dict[str, list[Any]]] = {
+    "Send the call again: each call of a prompt has a seed of its own.": {"n": [1], "best_of": [1]},
+    "Leave it out: the policy samples from its own distribution.": {
+        "use_beam_search": [False],
+        "frequency_penalty": [0],
+        "presence_penalty": [0],
+        "repetition_penalty": [1],
+        "logit_bias": [{}],
+        "response_format": [{"type": "text"}],
+        "structured_outputs": [{}],
+        "min_tokens": [0],
+        "bad_words": [[]],
+        "allowed_token_ids": [[]],
+    },
+    "The policy decides whether it calls a tool.": {"tool_choice": ["auto", "none"]},
+    "Send them as `tools`.": {"functions": [[]]},
+    "An answer is a turn of the assistant, as the chat template opens it.": {
+        "continue_final_message": [False],
+        "add_generation_prompt": [True],
+        "echo": [False],
+    },
+    "The policy writes text.": {"modalities": [["text"]]},
+    "Shorten the prompt.": {"truncate_prompt_tokens": []},
+    "The text ends before the stop string.": {"include_stop_str_in_output": [False]},
+    "Only sampled tokens have log-probabilities.": {"prompt_logprobs": [0]},
+    "Only the sampled token's log-probability is known.": {"top_logprobs": [0]},
+    "Send the whole conversation: the server keeps none.": {
+        "store": [False],
+        "previous_response_id": [],
+    },
+    "The server has data.chat_template.": {"chat_template": []},
+    "The server has data.apply_chat_template_kwargs.": {"chat_template_kwargs": [{}]},
+    "Send images in the messages of /v1/chat/completions.": {
+        "content_parts": [[]],
+        "features": [{}],
+    },
 }
 
 
@@ -102,16 +103,19 @@ def generate_call(body: Any, policy: ServedPolicy) -> Call:
     """
     fields = Fields(body)
     _require_model(fields, policy)
-    streams = {"stream": ((False,), "Stream /v1/chat/completions.")}
-    fields.refuse(_UNSUPPORTED | streams)
+    fields.refuse(_UNSUPPORTED | {"Stream /v1/chat/completions.": {"stream": [False]}})
     prompt = _read_token_ids(fields, "token_ids", policy)
-    sampling = Fields(fields.get("sampling_params", "an object", {}), "sampling_params")
+    sampling = fields.section("sampling_params", {})
     sampling.refuse(_UNSUPPORTED)
     # vLLM's API takes a number of likeliest tokens, of which the server has only the sampled one.
     log_probs = sampling.get("logprobs", "an integer", None)
     if log_probs not in (None, 0, 1):
-        fix = "Only the sampled token's log-probability is known."
-        raise CallError(sampling.where("logprobs"), got=str(log_probs), expected="0 or 1", fix=fix)
+        raise CallError(
+            sampling.where("logprobs"),
+            got=str(log_probs),
+            expected="0 or 1",
+            fix="Only the sampled token's log-probability is known.",
+        )
     return Call(
         prompt,
         _read_sampling(sampling, ("max_tokens",), len(prompt), policy),
@@ -131,7 +135,7 @@ def chat_call(body: Any, policy: ServedPolicy) -> Call:
     fields.refuse(_UNSUPPORTED)
     prompt, schemas, images = render_prompt(fields, policy)
     with_token_ids = fields.get("return_token_ids", "true or false", False)
-    options = Fields(fields.get("stream_options", "an object", {}), "stream_options")
+    options = fields.section("stream_options", {})
     return Call(
         prompt,
         _read_sampling(fields, ("max_completion_tokens", "max_tokens"), len(prompt), policy),
@@ -194,8 +198,12 @@ def _require_model(fields: Fields, policy: ServedPolicy) -> None:
     """Raise a CallError if a call names another model than the served one."""
     name = fields.get("model", "a text", policy.name)
     if name != policy.name:
-        expected = f"{policy.name!r}, the model that is served"
-        raise CallError("model", got=format_value(name), expected=expected, status=404)
+        raise CallError(
+            "model",
+            got=format_value(name),
+            expected=f"{policy.name!r}, the model that is served",
+            status=404,
+        )
 
 
 def _read_sampling(
@@ -217,8 +225,11 @@ def _read_sampling(
     """
     max_room = policy.max_model_len - prompt_length
     if not prompt_length or max_room < 1:
-        expected = f"1 to {policy.max_model_len - 1}, one less than max_model_len"
-        raise CallError("the prompt", got=f"{prompt_length} tokens", expected=expected)
+        raise CallError(
+            "the prompt",
+            got=f"{prompt_length} tokens",
+            expected=f"1 to {policy.max_model_len - 1}, one less than max_model_len",
+        )
     settings = dict(policy.defaults)
     for name, kind in _SAMPLING_KINDS.items():
         settings[name] = fields.get(name, kind, settings[name])
@@ -226,9 +237,10 @@ def _read_sampling(
     # one of the configuration may be higher.
     temperature = fields.values.get("temperature") or LEAST_TEMPERATURE
     if not LEAST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        expected = f"0, or {LEAST_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
         raise CallError(
-            fields.where("temperature"), got=format_value(temperature), expected=expected
+            fields.where("temperature"),
+            got=format_value(temperature),
+            expected=f"0, or {LEAST_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
         )
     # Clients may send a large number for "all tokens".
     settings["top_k"] = min(settings["top_k"], policy.vocabulary_size)
@@ -236,7 +248,13 @@ def _read_sampling(
     max_tokens = next((length for length in lengths if length is not None), max_room)
     stops = fields.values.get("stop")
     if stops is not None:
-        settings["stop"] = _check_stops(fields, [stops] if isinstance(stops, str) else stops)
+        stops = [stops] if isinstance(stops, str) else stops
+        fields.require("stop", stops, "a list")
+        if len(stops) > MAX_STOPS:
+            raise CallError("stop", got=f"{len(stops)} texts", expected=f"at most {MAX_STOPS}")
+        for text in stops:
+            fields.require("stop", text, "a text")
+        settings["stop"] = tuple(stops)
     stop_ids = _read_token_ids(fields, "stop_token_ids", policy)
     seed = fields.get("seed", "an integer", 0)
     settings |= {
@@ -249,24 +267,3 @@ def _read_sampling(
         return SamplingParams(**settings)
     except RolloutError as error:
         raise CallError(error.where, got=error.got, expected=error.expected) from error
-
-
-def _check_stops(fields: Fields, stops: Any) -> tuple[str, ...]:
-    """Check stop strings.
-
-    Args:
-        fields: the fields of the call, for errors.
-        stops: the stop strings, as the call has them.
-
-    Returns:
-        The stop strings.
-
-    Raises:
-        CallError: they are no list of texts, or too many.
-    """
-    fields.require("stop", stops, "a list")
-    if len(stops) > MAX_STOPS:
-        raise CallError("stop", got=f"{len(stops)} texts", expected=f"at most {MAX_STOPS}")
-    for text in stops:
-        fields.require("stop", text, "a text")
-    return tuple(stops)

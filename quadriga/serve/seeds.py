@@ -25,24 +25,24 @@ class _PromptCalls:
     lost: list[int] = field(default_factory=list)  # numbers of calls that were not answered
 
 
+@dataclass(frozen=True)
 class Ask:
     """A call of a prompt, with the seed of its response.
 
-    Args:
+    Attributes:
         calls: all calls of its prompt in the session.
         number: number of calls of the prompt before it.
         seed: its seed.
     """
 
-    def __init__(self, calls: _PromptCalls, number: int, seed: int) -> None:
-        self._calls = calls
-        self.number = number
-        self.seed = seed
+    calls: _PromptCalls
+    number: int
+    seed: int
 
     def give_back(self) -> None:
         """Give the number back, because the call was not answered."""
-        if self.number not in self._calls.lost:
-            self._calls.lost.append(self.number)
+        if self.number not in self.calls.lost:
+            self.calls.lost.append(self.number)
 
 
 class Seeds:

@@ -100,9 +100,11 @@ def require_address(config: Config) -> None:
         try:
             Path(settings.record_file).open("a", encoding="utf-8").close()
         except OSError as error:
-            got = f"{settings.record_file} ({error.strerror})"
-            expected = "a file that can be written"
-            raise ConfigError(f"{_SERVE}.record_file", got=got, expected=expected) from error
+            raise ConfigError(
+                f"{_SERVE}.record_file",
+                got=f"{settings.record_file} ({error.strerror})",
+                expected="a file that can be written",
+            ) from error
 
 
 def write_address(server: PolicyServer, key: str, path: Path) -> None:

@@ -120,7 +120,7 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
     dp_ranks = group.mesh(mesh_name).dp_ranks
     num_chunks = max(dp_ranks) + 1
     # For each argument, positional ones first, its value for each data-parallel rank.
-    chunks: list[list[Any]] = []
+    chunks = []
     num_rows = {}
     for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, (DataProto, DataProtoFuture)):
@@ -265,12 +265,13 @@ class Dispatch(metaclass=_Members):
 def register_dispatch_mode(name: str) -> Dispatch:
     """Add the mode `Dispatch.<name>`. Set its functions with `update_dispatch_mode`."""
     if not name.isidentifier() or name in Dispatch.members:
-        got = "a name in use" if name in Dispatch.members else "no Python name"
-        expected = f"an identifier other than {', '.join(Dispatch.members)}"
-        raise WorkerError(f"register_dispatch_mode({name!r})", got=got, expected=expected)
-    mode = Dispatch(name)
-    Dispatch.members[name] = mode
-    return mode
+        raise WorkerError(
+            f"register_dispatch_mode({name!r})",
+            got="a name in use" if name in Dispatch.members else "no Python name",
+            expected=f"an identifier other than {', '.join(Dispatch.members)}",
+        )
+    Dispatch.members[name] = Dispatch(name)
+    return Dispatch.members[name]
 
 
 def update_dispatch_mode(
@@ -285,8 +286,9 @@ def update_dispatch_mode(
         mesh: see `Dispatch`.
     """
     if mode not in Dispatch:
-        expected = f"one of {list(Dispatch)}"
-        raise WorkerError("update_dispatch_mode", got=repr(mode), expected=expected)
+        raise WorkerError(
+            "update_dispatch_mode", got=repr(mode), expected=f"one of {list(Dispatch)}"
+        )
     mode.dispatch_fn = dispatch_fn
     mode.collect_fn = collect_fn
     mode.mesh = mesh
@@ -304,16 +306,16 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
     return Dispatch("", partial(split_rows, mesh_name), partial(collect_rows, mesh_name), mesh_name)
 
 
-_BUILT_IN_MODES = (
-    Dispatch("RANK_ZERO", replicate, collect_list),
-    Dispatch("ONE_TO_ALL", replicate, collect_list),
-    Dispatch("ALL_TO_ALL", take_per_rank, collect_list),
-    Dispatch("DP_COMPUTE", take_per_rank, collect_list),
+for _mode in (
+    Dispatch("RANK_ZERO", replicate),
+    Dispatch("ONE_TO_ALL", replicate),
+    Dispatch("ALL_TO_ALL", take_per_rank),
+    Dispatch("DP_COMPUTE", take_per_rank),
     Dispatch("DP_COMPUTE_PROTO", partial(split_rows, ""), partial(collect_rows, ""), ""),
     Dispatch("DP_COMPUTE_PROTO_WITH_FUNC", split_rows_with_function, partial(collect_rows, ""), ""),
-    Dispatch("DP_COMPUTE_METRIC", partial(split_rows, ""), collect_list),
-)
-Dispatch.members |= {mode.name: mode for mode in _BUILT_IN_MODES}
+    Dispatch("DP_COMPUTE_METRIC", partial(split_rows, "")),
+):
+    Dispatch.members[_mode.name] = _mode
 
 
 # ---- a call -------------------------------------------------------------------------------------
@@ -338,31 +340,34 @@ def rank_arguments(
         DispatchError: the mode has no functions, or the arguments do not fit it.
     """
     if mode.dispatch_fn is None:
-        fix = f"Call update_dispatch_mode({mode!r}, ..., ...)."
-        raise DispatchError("dispatch mode", got="a mode without functions", fix=fix)
+        raise DispatchError(
+            "dispatch mode",
+            got="a mode without functions",
+            fix=f"Call update_dispatch_mode({mode!r}, ..., ...).",
+        )
 
     padding = (0, 0)
     # Positional arguments, then named ones.
     values = [*args, *kwargs.values()]
-    protos = [value for value in values if isinstance(value, DataProto)]
-    if mode.mesh is not None and any(proto.is_padding_enabled() for proto in protos):
+    protos = {number: value for number, value in enumerate(values) if isinstance(value, DataProto)}
+    if mode.mesh is not None and any(proto.is_padding_enabled() for proto in protos.values()):
         # Ranks with the same data-parallel rank get the same chunk.
         num_chunks = max(group.mesh(mode.mesh).dp_ranks) + 1
-        for number, value in enumerate(values):
-            if isinstance(value, DataProto):
-                padded, pad_size = pad_dataproto_to_divisor(value, num_chunks)
-                values[number] = padded
-                # Of several DataProtos, report the one with the most padding rows.
-                padding = max(padding, (pad_size, len(padded)))
+        for number, proto in protos.items():
+            values[number], pad_size = pad_dataproto_to_divisor(proto, num_chunks)
+            # Of several DataProtos, report the one with the most padding rows.
+            padding = max(padding, (pad_size, len(values[number])))
 
     named_values = dict(zip(kwargs, values[len(args) :], strict=True))
     args_by_rank, kwargs_by_rank = mode.dispatch_fn(group, *values[: len(args)], **named_values)
     # The dispatch function may be the user's, so check its result.
     for by_rank in (*args_by_rank, *kwargs_by_rank.values()):
         if len(by_rank) != group.world_size:
-            got = f"{len(by_rank)} values for an argument"
-            expected = f"{group.world_size}, one per rank"
-            raise DispatchError("dispatch function", got=got, expected=expected)
+            raise DispatchError(
+                "dispatch function",
+                got=f"{len(by_rank)} values for an argument",
+                expected=f"{group.world_size}, one per rank",
+            )
 
     # From values of all ranks for each argument to arguments for each rank.
     arguments: list[Arguments] = []

@@ -26,9 +26,11 @@ class ResourcePool:
 
     def __init__(self, process_on_nodes: Sequence[int]) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
-            where = "ResourcePool.process_on_nodes"
-            got = str(list(process_on_nodes))
-            raise WorkerError(where, got=got, expected="at least 1 process per node")
+            raise WorkerError(
+                "ResourcePool.process_on_nodes",
+                got=str(list(process_on_nodes)),
+                expected="at least 1 process per node",
+            )
         self.process_on_nodes = list(process_on_nodes)
         self.world_size = sum(process_on_nodes)
 
@@ -47,10 +49,10 @@ class NodeResources:
 
     def describe(self, resources: Sequence[str]) -> str:
         """Free and total resources, as `10.0.0.2 has 2 of 8 CPU free`."""
-        amounts = []
-        for name in resources:
-            total = self.total.get(name, 0)
-            amounts.append(f"{self.free.get(name, 0):g} of {total:g} {name}")
+        amounts = [
+            f"{self.free.get(name, 0):g} of {self.total.get(name, 0):g} {name}"
+            for name in resources
+        ]
         return f"{self.address} has {', '.join(amounts)} free"
 
 
@@ -84,19 +86,18 @@ def choose_nodes(
             missing.
     """
     free = {node.node_id: dict(node.free) for node in nodes}
-    # The chosen nodes of each pool, None where there is none yet.
-    chosen: dict[str, list[NodeResources | None]] = {}
     # The nodes of pools: number of processes, name of the pool, and place among its nodes.
-    parts: list[tuple[int, str, int]] = []
+    parts = []
     for name, counts in pools.items():
-        chosen[name] = [None] * len(counts)
         parts += [(count, name, index) for index, count in enumerate(counts)]
     # The largest parts first: they fit on the fewest nodes.
     parts.sort(key=lambda part: -part[0])
 
+    # The chosen nodes of each pool, by place.
+    chosen = {name: {} for name in pools}
     for count, name, index in parts:
         needed = {resource: amount * count for resource, amount in each.items()}
-        used_ids = {node.node_id for node in chosen[name] if node}
+        used_ids = {node.node_id for node in chosen[name].values()}
         fitting = [node for node in nodes if not _missing_resources(needed, free[node.node_id])]
         if not fitting:
             raise _no_room_error(name, pools, needed, nodes, free)
@@ -112,7 +113,7 @@ def choose_nodes(
         chosen[name][index] = node
         for resource, amount in needed.items():
             free[node.node_id][resource] -= amount
-    return {name: [node for node in row if node] for name, row in chosen.items()}
+    return {name: [row[index] for index in sorted(row)] for name, row in chosen.items()}
 
 
 def _missing_resources(needed: Mapping[str, float], free: Mapping[str, float]) -> dict[str, float]:
@@ -200,8 +201,11 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
         WorkerError: there are no cores or no processes.
     """
     if cores < 1 or processes < 1:
-        got = f"{cores} cores for {processes} processes"
-        raise WorkerError("share of cores", got=got, expected="at least 1 each")
+        raise WorkerError(
+            "share of cores",
+            got=f"{cores} cores for {processes} processes",
+            expected="at least 1 each",
+        )
     # Pools take turns, so only the processes of the same pool compute at the same time.
     num_processes = max(processes_on_node, processes)
     num_threads = max(1, cores // processes)

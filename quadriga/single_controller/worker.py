@@ -32,10 +32,12 @@ class WorkerPlace:
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size):
-            got = f"rank {self.rank}/{self.world_size}, "
-            got += f"local rank {self.local_rank}/{self.local_world_size}"
-            expected = "ranks from 0 to below the world sizes"
-            raise WorkerError("worker's place", got=got, expected=expected)
+            raise WorkerError(
+                "worker's place",
+                got=f"rank {self.rank}/{self.world_size}, "
+                f"local rank {self.local_rank}/{self.local_world_size}",
+                expected="ranks from 0 to below the world sizes",
+            )
 
     @classmethod
     def from_environment(cls) -> "WorkerPlace":
@@ -46,13 +48,14 @@ class WorkerPlace:
         Raises:
             WorkerError: a variable is not a whole number.
         """
-        values: dict[str, Any] = {}
+        values = {}
         for field in fields(cls):
             name = field.name.upper()
             value = os.environ.get(name, str(field.default))
             if isinstance(field.default, int) and not value.isdecimal():
-                where = f"environment variable {name}"
-                raise WorkerError(where, got=repr(value), expected="a whole number")
+                raise WorkerError(
+                    f"environment variable {name}", got=repr(value), expected="a whole number"
+                )
             values[field.name] = type(field.default)(value)
         return cls(**values)
 
@@ -128,7 +131,7 @@ class Worker:
             return b""
         return recording.finish()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
         """Data-parallel rank in a mesh, and whether the output of this rank is collected.
 
@@ -136,20 +139,22 @@ class Worker:
             WorkerError: the worker did not register the mesh.
         """
         if mesh_name not in self._meshes:
-            where = f"{type(self).__name__}: mesh {mesh_name!r}"
-            got = f"rank {self.rank} registered {sorted(self._meshes) or 'no mesh'}"
-            fix = f"Call self.register_mesh({mesh_name!r}, ...) where the worker builds its model."
-            raise WorkerError(where, got=got, fix=fix)
+            raise WorkerError(
+                f"{type(self).__name__}: mesh {mesh_name!r}",
+                got=f"rank {self.rank} registered {sorted(self._meshes) or 'no mesh'}",
+                fix=f"Call self.register_mesh({mesh_name!r}, ...) where the worker builds its "
+                "model.",
+            )
         return self._meshes[mesh_name]
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(
         self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run `function(worker, chunk, ...)` on every rank."""
         return function(self, *args, **kwargs)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    @register(Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(
         self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:

@@ -99,9 +99,11 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
                 self.methods[attribute] = registration
         clashes = sorted(method for method in self.methods if hasattr(type(self), method))
         if clashes:
-            where = worker_class.__name__
-            got = f"registered methods {clashes}"
-            raise WorkerError(where, got, "names that no worker group has")
+            raise WorkerError(
+                worker_class.__name__,
+                f"registered methods {clashes}",
+                "names that no worker group has",
+            )
 
     @abstractmethod
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Any]:
@@ -151,20 +153,17 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         # Of each rank: its data-parallel rank, and whether its output is collected.
         places = self.resolve(self.start_all("mesh_place", [((name,), {})] * self.world_size))
         dp_ranks = tuple(dp_rank for dp_rank, _ in places)
-        collected = []
-        for rank, (dp_rank, is_collect) in enumerate(places):
-            if is_collect:
-                collected.append((dp_rank, rank))
+        collected = [rank for rank, (_, is_collect) in enumerate(places) if is_collect]
         # In the order of the chunks.
-        collected.sort()
-        collected_dp_ranks = [dp_rank for dp_rank, _ in collected]
+        collected.sort(key=dp_ranks.__getitem__)
+        collected_dp_ranks = [dp_ranks[rank] for rank in collected]
         if min(dp_ranks) < 0 or collected_dp_ranks != list(range(max(dp_ranks) + 1)):
             raise WorkerError(
                 f"{self.name}: mesh {name!r}",
                 got=f"data-parallel ranks {dp_ranks}, of which {collected_dp_ranks} are collected",
                 expected=f"one collected rank for each of 0 to {max(dp_ranks)}",
             )
-        self.meshes[name] = MeshLayout(dp_ranks, tuple(rank for _, rank in collected))
+        self.meshes[name] = MeshLayout(dp_ranks, tuple(collected))
         return self.meshes[name]
 
     def execute_all(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -186,8 +185,11 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
                 expected="a dispatch mode, which says how arguments reach the ranks",
                 fix="Add @register(dispatch_mode=...) to it; an override needs it again.",
             )
-        expected = f"a registered one: {', '.join(sorted(self.methods))}"
-        raise NotRegisteredError(f"{self.name}.{name}", got="no such method", expected=expected)
+        raise NotRegisteredError(
+            f"{self.name}.{name}",
+            got="no such method",
+            expected=f"a registered one: {', '.join(sorted(self.methods))}",
+        )
 
     def as_worker(self) -> W:
         """Copy of the group, typed as its worker class. Registered methods are attributes."""
@@ -244,13 +246,14 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
             padding=padding,
             where=where,
         )
-        resolve: Callable[..., list[Any]] = self.resolve
-        rows_of = None
+        future = DataProtoFuture(collect, handles, resolve=self.resolve)
         if mode.mesh is not None and not padding[0]:
             # The outputs are joined, which copies them, so they may be views of lent memory.
-            rows_of = layout.mesh(mode.mesh).collected
-            resolve = partial(self.resolve, borrow=True)
-        future = DataProtoFuture(collect, handles, resolve=resolve, rows_of=rows_of)
+            future = replace(
+                future,
+                resolve=partial(self.resolve, borrow=True),
+                rows_of=layout.mesh(mode.mesh).collected,
+            )
         return future.get() if registration.blocking else future
 
 
@@ -291,30 +294,28 @@ class LocalWorkerGroup(WorkerGroup[W]):
         name: str = "",
     ) -> None:
         pool = resource_pool or ResourcePool([1])
-        super().__init__(cls_with_init.cls, pool.world_size, name)
-        self._entry = cls_with_init
-        # On each node of the pool, ranks are counted from 0.
+        entry = cls_with_init
+        super().__init__(entry.cls, pool.world_size, name)
+        self._entry = entry
         self._places: list[WorkerPlace] = []
+        self.workers: list[W] = []
+        # On each node of the pool, ranks are counted from 0.
         for num_processes in pool.process_on_nodes:
             for local_rank in range(num_processes):
-                rank = len(self._places)
-                place = WorkerPlace(rank, pool.world_size, local_rank, num_processes)
+                place = WorkerPlace(len(self._places), pool.world_size, local_rank, num_processes)
                 self._places.append(place)
-        cls = cls_with_init.cls
-        args = cls_with_init.args
-        kwargs = cls_with_init.kwargs
-        self.workers: list[W] = []
-        # `__init__` runs below like any other method, so that its errors name the rank.
-        for place in self._places:
-            with placed(place):
-                self.workers.append(cls.__new__(cls, *args, **kwargs))
-        self.resolve(self.start_all("__init__", [(args, kwargs)] * pool.world_size))
+                with placed(place):
+                    worker = entry.cls.__new__(entry.cls, *entry.args, **entry.kwargs)
+                self.workers.append(worker)
+        # `__init__` runs like any other method, so that its errors name the rank.
+        arguments = (entry.args, entry.kwargs)
+        self.resolve(self.start_all("__init__", [arguments] * pool.world_size))
 
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Future[Any]]:
         """Run a method on one rank after the other. A coroutine gets its own event loop."""
-        outcomes: list[Future[Any]] = []
+        outcomes = []
         for rank, (args, kwargs) in zip(self.ranks, per_rank, strict=False):
-            outcome: Future[Any] = Future()
+            outcome = Future()
             try:
                 with PhaseTimer.mark(f"{self.name}.{method_name}"):
                     output = getattr(self.workers[rank], method_name)(*args, **kwargs)
@@ -398,7 +399,7 @@ class WorkerGroups:
         """Call the registered method `close` of all workers that have one, then `end`."""
         with ExitStack() as stack:  # runs every callback, even if another one fails
             stack.callback(self.end)
-            for group in reversed(list(self.groups.values())):
+            for group in reversed(self.groups.values()):
                 if "close" in group.methods:
                     stack.callback(group.method("close"))
 

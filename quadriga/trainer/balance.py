@@ -177,16 +177,14 @@ def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balanc
         # Counting round-robin over the whole batch makes the quotas of a mini-batch differ by at
         # most one row, and those of a rank add up to the size of its chunk.
         quotas = [0] * num_ranks
+        original_rows = [[] for _ in range(num_ranks)]
         for number in members:
             quotas[number % num_ranks] += 1
+            original_rows[rank_of_row[number]].append(number)
+        original_shares.append(original_rows)
         rows_of_ranks = _assign_groups(rows, members, quotas)
         _even_out(rows, rows_of_ranks)
         balanced_shares.append(rows_of_ranks)
-
-        original_rows: list[list[int]] = [[] for _ in range(num_ranks)]
-        for number in members:
-            original_rows[rank_of_row[number]].append(number)
-        original_shares.append(original_rows)
 
     # A rank's chunk consists of its rows of the first mini-batch, of the second, and so on.
     order = []
@@ -228,7 +226,7 @@ def _assign_groups(
     for number in members:
         groups.setdefault(rows[number].prompt, []).append(number)
     parts = BalancedParts(quotas)
-    prompts_of_rank: list[set[Hashable]] = [set() for _ in quotas]
+    prompts_of_rank = [set() for _ in quotas]
 
     def assign(numbers: Sequence[int]) -> bool:
         """Assign rows with the same prompt to one rank. Returns False if no rank has room."""

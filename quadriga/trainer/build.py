@@ -39,7 +39,7 @@ from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.responses import ModelReward
 from quadriga.trainer.roles import Needs, Role
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
-from quadriga.trainer.serving import TrainingServer, check_server, serve_rollout
+from quadriga.trainer.serving import TrainingServer, check_server
 from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrainer
 from quadriga.workers import (
     ActorRolloutRefWorker,
@@ -177,8 +177,8 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
         tokenizer = parts.tokenizer or build_tokenizer(config)
         check_teachers(config, tokenizer)
 
-    reward: RewardManager | None = None
-    server: TrainingServer | None = None
+    reward = None
+    server = None
     team = start_workers(config, tokenizer, needs, parts.workers)
     try:
         finish_loading: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
@@ -188,9 +188,7 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
         with timeline.part("data"):
             context = prompt_context(config, tokenizer)
             train = build_train_loader(config, tokenizer, context, parts)
-            val = None
-            if config.data.val_files or parts.val is not None:
-                val = build_val_loader(config, tokenizer, context, parts)
+            val = build_val_loader(config, tokenizer, context, parts)
         if config.task == "rl":
             with timeline.part("rewards"):
                 make_reward = parts.reward or partial(build_reward, config, tokenizer, train, val)
@@ -220,7 +218,8 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
                 choices["asynchronous"] = (
                     f"staleness up to {overlap.max_staleness}, in versions; {overlap.in_flight}"
                 )
-            server = serve_rollout(config, tokenizer, rollout_of(team))
+            if config.actor_rollout_ref.rollout.serve.enable:
+                server = TrainingServer(config, tokenizer, rollout_of(team))
     except BaseException:
         # Graders and workers are processes, which would otherwise keep running.
         if reward is not None:
@@ -286,9 +285,9 @@ def start_workers(
         ConfigError: a replacement is not a subclass of its role's class.
     """
     # A replacement for any role with the policy.
-    policy_roles = [Role(role) for role in POLICIES]
-    policy_class = next((replacements[role] for role in policy_roles if role in replacements), None)
-    role_classes: dict[Role, type[Any]] = {
+    policies = map(Role, POLICIES)
+    policy_class = next((replacements[role] for role in policies if role in replacements), None)
+    role_classes = {
         Role.Critic: CriticWorker,
         Role.RewardModel: RewardModelWorker,
         Role.Teacher: TeacherWorker,
@@ -309,10 +308,9 @@ def start_workers(
     workers = {}
     for role in map(Role, placement.roles):
         base = role_classes.get(role, ActorRolloutRefWorker)
-        cls = replacements.get(role)
-        if cls is None and role in policy_roles:
-            cls = policy_class
-        cls = cls or base
+        cls = replacements.get(role, base)
+        if role in POLICIES and role not in replacements:
+            cls = policy_class or base
         if not issubclass(cls, base):
             raise ConfigError(
                 f"the worker of {role}", got=cls.__name__, expected=f"a subclass of {base.__name__}"
@@ -391,11 +389,9 @@ def make_handles(team: WorkerGroups, config: Config) -> Workers:
 
     A rollout in separate processes receives the actor's weights through a `RolloutPool`.
     """
-    groups = {Role(role): group for role, group in team.groups.items()}
+    groups = team.groups
     workers = {role: group.as_worker() for role, group in groups.items()}
-    policy = next(
-        role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups
-    )
+    policy = next(role for role in POLICIES if role in groups)
     rollout = workers[policy]
     weights = WeightPublisher(groups[policy])
     # The role `actor` has no rollout, so the rollout runs in separate processes.
@@ -451,7 +447,7 @@ def frozen_team(config: Config, tokenizer: Any, *roles: Role) -> Iterator[Worker
     processes = {pool: trainer.processes_of(pool) for pool in pool_of_role.values()}
     team_class = resolve_name(TEAMS[trainer.backend])
     with cluster_of(config):
-        team: WorkerGroups = team_class(workers, pool_of_role, processes, trainer)
+        team = team_class(workers, pool_of_role, processes, trainer)
         try:
             load_models(team, Timeline())
             yield team
@@ -537,7 +533,7 @@ def _load_dataset(config: Config, tokenizer: Any, context: PromptContext, *, is_
             context=context,
         )
 
-    dataset_class: type[Any] = SFTDataset
+    dataset_class = SFTDataset
     if config.task == "reward_model":
         dataset_class = RMDataset
     elif data.format == "messages":
@@ -597,7 +593,7 @@ def build_train_loader(
 def build_val_loader(
     config: Config, tokenizer: Any, context: PromptContext, parts: Replacements = NO_PARTS
 ) -> Any:
-    """Build the loader of all validation rows.
+    """Build the loader of all validation rows; None if there are none.
 
     They are in the order of their files unless `data.validation_shuffle` is set.
 
@@ -610,6 +606,8 @@ def build_val_loader(
     data = config.data
     rows = parts.val
     if rows is None:
+        if not data.val_files:
+            return None
         rows = _load_dataset(config, tokenizer, context, is_train=False)
     return create_dataloader(
         rows,

@@ -37,7 +37,6 @@ MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
 _COMPLETE = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished_"
-_SKIPPED = re.compile(r"step_(\d+)\.jsonl")
 _BY_TIME = Path("trainer", "by_time")
 _SUPERSEDED = ".superseded"
 """File in a checkpoint that is no longer part of the run, which has resumed from an earlier one."""
@@ -66,12 +65,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints on disk, in ascending order."""
-        steps = []
-        for path in self.directory.glob("global_step_*"):
-            match = _COMPLETE.fullmatch(path.name)
-            if match and path.is_dir():
-                steps.append(int(match[1]))
-        return sorted(steps)
+        folders = numbered_paths(self.directory, "global_step_")
+        return [step for step, path in folders.items() if path.is_dir()]
 
     def newest(self, before_step: float = math.inf) -> int | None:
         """Step of the checkpoint that was written last; None if there is none.
@@ -134,14 +129,15 @@ class Checkpoints:
         Raises:
             CheckpointError: the folder cannot be created.
         """
+        folder = self._unfinished(step)
         with self.guarded(step):
             self._delete_unfinished()
-            self._unfinished(step).mkdir(parents=True)
+            folder.mkdir(parents=True)
             if self.is_by_time:
-                mark = self._unfinished(step) / _BY_TIME
+                mark = folder / _BY_TIME
                 mark.parent.mkdir()
                 mark.touch()
-        return self._unfinished(step)
+        return folder
 
     def complete(self, step: int) -> None:
         """Turn the folder of `begin` into a checkpoint, and delete those beyond `max_to_keep`.
@@ -215,13 +211,17 @@ class Checkpoints:
             yield
         except (OSError, CheckpointError) as error:
             self.abandon(step)
+            if isinstance(error, CheckpointError):
+                got = f"{error.where}: {error.got}"
+            else:
+                got = f"{type(error).__name__}: {error.strerror or error}"
             newest = self.newest()
             advice = f"Step {newest} is still there to resume from."
             if newest is None:
                 advice = "There is no earlier checkpoint."
             raise CheckpointError(
                 f"checkpoint of step {step} in {self.directory}",
-                got=_short_reason(error),
+                got=got,
                 expected="room and permission to write it",
                 fix=f"Free space or set trainer.default_local_dir. {advice}",
             ) from error
@@ -303,7 +303,7 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(
                 str(self.directory),
-                got=_short_reason(error),
+                got=f"{type(error).__name__}: {error.strerror or error}",
                 expected="permission to rename and write there",
             ) from error
         return path
@@ -458,12 +458,21 @@ class Checkpoints:
 
 def quarantined_files(directory: Path) -> dict[int, Path]:
     """Files with the rows of skipped steps (quarantine.py), by step."""
-    files = {}
-    for path in (directory / "quarantine").glob("step_*.jsonl"):
-        match = _SKIPPED.fullmatch(path.name)
-        if match:
-            files[int(match[1])] = path
-    return files
+    return numbered_paths(directory / "quarantine", "step_", ".jsonl")
+
+
+def numbered_paths(directory: Path, prefix: str, suffix: str = "") -> dict[int, Path]:
+    """Files and folders of a directory whose names are PREFIX, a number and SUFFIX.
+
+    Returns:
+        The paths by their numbers, in ascending order.
+    """
+    paths = {}
+    for path in directory.glob(f"{prefix}*{suffix}"):
+        number = path.name.removeprefix(prefix).removesuffix(suffix)
+        if number.isdecimal():
+            paths[int(number)] = path
+    return dict(sorted(paths.items()))
 
 
 def checkpoint_to_resume(config: TrainerConfig) -> Path | None:
@@ -549,8 +558,9 @@ def verify(checkpoint: Path) -> None:
             raise _damaged_error(checkpoint, f"no {MANIFEST}", "a complete checkpoint") from error
         raise _damaged_error(file, "no such file", "one that was written") from error
     except OSError as error:
-        got = f"{type(error).__name__}: {error.strerror}"
-        raise _damaged_error(file, got, "a file that can be read") from error
+        raise _damaged_error(
+            file, f"{type(error).__name__}: {error.strerror}", "a file that can be read"
+        ) from error
     # The manifest is no JSON, or JSON of another form.
     except (
         ValueError,
@@ -560,8 +570,9 @@ def verify(checkpoint: Path) -> None:
         RecursionError,
         OverflowError,
     ) as error:
-        got = f"no list of files ({type(error).__name__}: {error})"
-        raise _damaged_error(manifest, got, "the list of files") from error
+        raise _damaged_error(
+            manifest, f"no list of files ({type(error).__name__}: {error})", "the list of files"
+        ) from error
 
 
 def _damaged_error(path: Path, got: str, expected: str) -> DamagedCheckpointError:
@@ -606,13 +617,6 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink()
-
-
-def _short_reason(error: OSError | CheckpointError) -> str:
-    """The part of an error's message that belongs in the message of another one."""
-    if isinstance(error, CheckpointError):
-        return f"{error.where}: {error.got}"
-    return f"{type(error).__name__}: {error.strerror or error}"
 
 
 def sha256_of(path: str | Path) -> str:

@@ -359,8 +359,10 @@ def open_journal(output: Path, config: Config) -> Iterator[ResponseJournal]:
         CheckpointError: another process writes to the output.
     """
     folder = output.with_name(f"{output.name}.part")
+    # Before the lock: checksums of large files take long, and another process may hold the lock.
+    settings = _settings_of_responses(config)
     with run_lock(folder, _OUTPUT):
-        _check_settings(folder, config)
+        _check_settings(folder, config, settings)
         with closing(ResponseJournal(folder)) as journal:
             if journal.texts:
                 print(
@@ -370,14 +372,18 @@ def open_journal(output: Path, config: Config) -> Iterator[ResponseJournal]:
             yield journal
 
 
-def _check_settings(folder: Path, config: Config) -> None:
+def _check_settings(folder: Path, config: Config, settings: RunSettings) -> None:
     """Compare the settings with those that a journal was begun with; write those of a new one.
+
+    Args:
+        folder: folder of the journal.
+        config: the configuration of this call.
+        settings: result of `_settings_of_responses`.
 
     Raises:
         DataError: settings that responses depend on differ.
     """
     file = folder / CONFIGURATION
-    settings = _settings_of_responses(config)
     settings_before = RunSettings.read(file, config.task)
     changes = []
     # Responses depend only on some keys, and on the content of files.
@@ -396,9 +402,7 @@ def _check_settings(folder: Path, config: Config) -> None:
             fix="\n  ".join([f"{advice} What differs:", *changes]),
         )
     if settings_before is None:
-        text = show(config)
-        for name, digest in settings.files.items():
-            text += f"# {digest}  {name}\n"
+        text = show(config) + settings.digest_lines()
         with written_aside(file, where=_OUTPUT) as draft:
             draft.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -511,14 +515,19 @@ def score_file(
     source_key = config.data.reward_fn_key
     table = _responses_table(config, path, (source_key, response_key, reward_model_key))
     with closing(load_reward_manager(config, None)) as manager:
+        key = ""
         if config.reward_model.enable:
-            raise _needs_texts_error("reward_model.enable")
+            key = "reward_model.enable"
         # A manager that overrides `shaped` reads more of a response than its text.
-        if (
-            not isinstance(manager, SampleManager)
-            or type(manager).shaped is not SampleManager.shaped
-        ):
-            raise _needs_texts_error("reward_model.reward_manager")
+        elif getattr(type(manager), "shaped", None) is not SampleManager.shaped:
+            key = "reward_model.reward_manager"
+        if key:
+            raise ConfigError(
+                key,
+                got="a grader that reads tokens",
+                expected="one that grades a text",
+                fix="Name a score function: custom_reward_function.path.",
+            )
         samples, row_numbers = _samples_of(table, source_key, response_key, reward_model_key)
         if manager.reads_rows:
             for sample, row_number in zip(samples.rows, row_numbers, strict=True):
@@ -572,16 +581,6 @@ def _responses_table(config: Config, path: str, columns: Sequence[str]) -> RowTa
     return table
 
 
-def _needs_texts_error(key: str) -> ConfigError:
-    """The error for a key that names a grader which cannot grade texts alone."""
-    return ConfigError(
-        key,
-        got="a grader that reads tokens",
-        expected="one that grades a text",
-        fix="Name a score function: custom_reward_function.path.",
-    )
-
-
 def _samples_of(
     table: RowTable, source: str, responses: str, truths: str
 ) -> tuple[Samples, list[int]]:
@@ -603,8 +602,7 @@ def _samples_of(
         texts = row[responses]
         if isinstance(texts, str):
             texts = [texts]
-        # At least one text, and nothing else.
-        is_list = isinstance(texts, list) and bool(texts)
+        is_list = isinstance(texts, list) and len(texts) > 0
         if not is_list or not all(isinstance(text, str) for text in texts):
             raise DataError(
                 f"{place}, column {responses!r}",

@@ -144,7 +144,7 @@ def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
             place = f"after step {step}" if step > 0 else "before the end of a step"
             cause = f"signal {-status} ({signal.strsignal(-status)})"
             print(f"{OPTION}: the run was ended by {cause} {place}; ", end="", flush=True)
-            if child.was_asked_to_stop:
+            if child.num_signals:
                 print("it is not started again, because it was asked to stop.")
                 return 128 - status
             if num_futile == MAX_FUTILE_DEATHS:
@@ -160,20 +160,18 @@ class _Child:
 
     Args:
         step_fd: descriptor of the file into which the child writes its step.
+
+    Attributes:
+        num_signals: signals that have arrived for the child, even if it died before it got them.
     """
 
     def __init__(self, step_fd: int) -> None:
         self._step_fd = step_fd
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_signals = 0
+        self.num_signals = 0
         self._is_starting = False
         # Signals that arrived while the child was being started.
         self._early_signals: list[int] = []
-
-    @property
-    def was_asked_to_stop(self) -> bool:
-        """Whether a signal has arrived for the child, even if it died before it got the signal."""
-        return self._num_signals > 0
 
     def run(self, command: Sequence[str]) -> int:
         """Run the command to its end. Returns its status: -N if signal N has killed it."""
@@ -202,8 +200,8 @@ class _Child:
             return
         if self._process is None:
             raise SystemExit(128 + number)
-        self._num_signals += 1
-        is_first = number == signal.SIGTERM and self._num_signals == 1
+        self.num_signals += 1
+        is_first = number == signal.SIGTERM and self.num_signals == 1
         if is_first and self._has_received_sigterm(self._process.pid):
             return
         self._process.send_signal(number)

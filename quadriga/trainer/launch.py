@@ -2,7 +2,7 @@
 """Starts a run where its workers are: in this process, or on a Ray cluster that this one drives."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -68,10 +68,9 @@ def steps(
     timeline.report()
     try:
         with cluster_of(config, timeline, beside=RUNNER):
-            with ExitStack() as imports:
-                # On Ray `cluster_of` has already imported the runner.
-                if is_local:
-                    imports.enter_context(timeline.part("imports", since_origin=True))
+            # On Ray `cluster_of` has already imported the runner.
+            imports = timeline.part("imports", since_origin=True) if is_local else nullcontext()
+            with imports:
                 runner = _load(RUNNER)()
             if is_local and notice():
                 print(notice())

@@ -135,8 +135,9 @@ class TrainingLoop:
         checkpoints = run_checkpoints(self.config)
         save_minutes = self.settings.save_minutes
         if save_minutes is None or not checkpoints.is_by_time:
-            return saving.CheckpointSaver(checkpoints, learners, report)
-        return TimedSaver(checkpoints, learners, report, period_s=60 * save_minutes)
+            return saving.CheckpointSaver(checkpoints, learners, self._write_own_part, report)
+        period_s = 60 * save_minutes
+        return TimedSaver(checkpoints, learners, self._write_own_part, report, period_s)
 
     # Where the run starts from
 
@@ -209,7 +210,7 @@ class TrainingLoop:
         if saves_by_time(self.config):
             is_due = self.is_last_step
         if is_due and self.checkpoints.newest() != newest.step:
-            self.saver.start(self.global_steps, self._write_own_part)
+            self.saver.start(self.global_steps)
         return f"the copy of step {newest.step} in memory"
 
     def _restore(self, state: Mapping[str, Any], step: int, *, with_random_states: bool) -> None:
@@ -329,7 +330,6 @@ class TrainingLoop:
         if writes_checkpoints(self.config):
             self.saver.start_where_due(
                 self.global_steps,
-                self._write_own_part,
                 is_due=self.is_due(settings.save_freq),
                 is_last=may_be_last or self.is_last_step,
             )
@@ -339,7 +339,7 @@ class TrainingLoop:
 
     def save(self) -> None:
         """Write a checkpoint of the step, and wait until it is on disk."""
-        self.saver.start(self.global_steps, self._write_own_part)
+        self.saver.start(self.global_steps)
         self.saver.finish()
 
     def write_model(self) -> None:

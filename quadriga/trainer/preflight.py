@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a run before a model is loaded, made on the configuration and the files it names."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow.compute as pc
 
@@ -45,27 +46,7 @@ WITHOUT_ANSWER = WITHOUT_TRUTH | {"code"}
 MAX_ANSWER_CHARS = 100
 
 
-class Preflight(NamedTuple):
-    """Results of the checks.
-
-    Attributes:
-        problems: errors that would keep the run from starting.
-        notices: facts that the user should know.
-        fields: fields that the advantage estimator reads; None without an estimator.
-        num_prompts: rows of the training data; None if they cannot be read.
-        models: sizes and costs of the models to train.
-        simulated: estimates of what asynchronous training would gain.
-    """
-
-    problems: list[QuadrigaError]
-    notices: list[str]
-    fields: tuple[str, ...] | None
-    num_prompts: int | None
-    models: list[str]
-    simulated: list[str]
-
-
-def preflight(config: Config, recorded: Path | None = None) -> Preflight:
+def preflight(config: Config, recorded: Path | None = None) -> "Preflight":
     """Try everything that a run does before its models are loaded.
 
     Every part is tried, even after an error. Network access is used only where a run would use it,
@@ -76,35 +57,36 @@ def preflight(config: Config, recorded: Path | None = None) -> Preflight:
         recorded: directory of a run without `async_training`. Its lengths and times are used to
             simulate asynchronous training; None: lengths and times are assumed.
     """
-    checks = _Checks(config)
-    fields = checks.try_algorithm()
-    models = checks.try_models(has_critic="values" in (fields or ()))
-    num_prompts = checks.try_data_and_rewards()
-    simulated = checks.simulate(recorded)
+    checks = Preflight(config)
+    checks.try_algorithm()
+    checks.try_models()
+    checks.try_data_and_rewards()
+    checks.simulate(recorded)
     # Several parts may fail for the same reason.
-    distinct_problems = {str(problem): problem for problem in checks.problems}
-    return Preflight(
-        problems=list(distinct_problems.values()),
-        notices=checks.notices,
-        fields=fields,
-        num_prompts=num_prompts,
-        models=models,
-        simulated=simulated,
-    )
+    checks.problems = list({str(problem): problem for problem in checks.problems}.values())
+    return checks
 
 
-class _Checks:
-    """Runs the checks of a configuration, and collects what they find.
+class Preflight:
+    """The checks of a configuration, and what they have found.
 
     Attributes:
-        problems: errors so far.
-        notices: notices so far.
+        problems: errors that would keep the run from starting.
+        notices: facts that the user should know.
+        fields: fields that the advantage estimator reads; None without an estimator.
+        num_prompts: rows of the training data; None if they cannot be read.
+        models: sizes and costs of the models to train.
+        simulated: estimates of what asynchronous training would gain.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         findings, self.notices = training_findings(config)
         self.problems: list[QuadrigaError] = list(findings)
+        self.fields: tuple[str, ...] | None = None
+        self.num_prompts: int | None = None
+        self.models: list[str] = []
+        self.simulated: list[str] = []
         # Keys with wrong values. The files and models that they name are not tried.
         self._wrong_keys = {problem.where for problem in findings}
         self._tokenizer: Any = None
@@ -118,35 +100,31 @@ class _Checks:
             self.problems.append(error)
             return None
 
-    def try_algorithm(self) -> tuple[str, ...] | None:
-        """Look up estimator, loss, engine and trackers.
-
-        Returns:
-            The fields that the estimator reads; None without an estimator or after its error.
-        """
+    def try_algorithm(self) -> None:
+        """Look up estimator, loss, engine and trackers."""
         config = self.config
         self._try(check_services, config.trainer.loggers)
-        if config.task != "rl":
-            return None
-        estimator = self._try(configured_estimator, config)
-        self._try(UpdateInputs, config)
-        self._try(rollout_engine_class, config)
-        return None if estimator is None else estimator.fields
+        if config.task == "rl":
+            estimator = self._try(configured_estimator, config)
+            if estimator is not None:
+                self.fields = estimator.fields
+            self._try(UpdateInputs, config)
+            self._try(rollout_engine_class, config)
 
-    def try_models(self, *, has_critic: bool) -> list[str]:
-        """Read the models' configurations and load the tokenizer. Returns the models' sizes."""
+    def try_models(self) -> None:
+        """Read the models' configurations, and load the tokenizer."""
         if "actor_rollout_ref.model.path" in self._wrong_keys:
-            return []
+            return
         config = self.config
+        has_critic = "values" in (self.fields or ())
         sizes = self._try(lambda: list(sizes_of_models(config, has_critic=has_critic)))
+        self.models = sizes or []
         self._tokenizer = self._try(build_tokenizer, config)
         if self._tokenizer is not None:
-            context = self._try(prompt_context, config, self._tokenizer)
-            self._context = context or NO_CONTEXT
-        return sizes or []
+            self._context = self._try(prompt_context, config, self._tokenizer) or NO_CONTEXT
 
-    def try_data_and_rewards(self) -> int | None:
-        """Read the data and grade the first row. Returns the number of training prompts."""
+    def try_data_and_rewards(self) -> None:
+        """Read the data, and grade the first row."""
         config = self.config
         data = config.data
         train = None
@@ -154,7 +132,7 @@ class _Checks:
         if self._tokenizer is not None:
             if "data.train_files" not in self._wrong_keys:
                 train = self._try(build_train_loader, config, self._tokenizer, self._context)
-            if "data.val_files" not in self._wrong_keys and data.val_files:
+            if "data.val_files" not in self._wrong_keys:
                 val = self._try(build_val_loader, config, self._tokenizer, self._context)
 
         if config.task == "rl" and "custom_reward_function.path" not in self._wrong_keys:
@@ -163,12 +141,9 @@ class _Checks:
                 with closing(reward):
                     if train is not None:
                         self._try(self._grade_first_row, reward, train.dataset)
-        if train is None:
-            return None
-        # Only the sampler of a mixture knows how many rows an epoch has.
-        if data.mixture:
-            return len(train.sampler)
-        return len(train.dataset)
+        if train is not None:
+            # Only the sampler of a mixture knows how many rows an epoch has.
+            self.num_prompts = len(train.sampler if data.mixture else train.dataset)
 
     def _grade_first_row(self, reward: RewardManager, rows: Any) -> None:
         """Grade the ground truth of the first row as if it were a response.
@@ -268,22 +243,18 @@ class _Checks:
             facts["solution_messages"] = [{"role": "assistant", "content": response}]
         return facts
 
-    def simulate(self, recorded: Path | None) -> list[str]:
+    def simulate(self, recorded: Path | None) -> None:
         """Simulate asynchronous training, if it is enabled.
 
         Args:
             recorded: directory of a run with measured lengths and times. None: assume some.
-
-        Returns:
-            Lines of advice on `max_staleness` and on the ranks that generate.
         """
         run = None
         # Read in any case, so that an error in it is reported.
         if recorded is not None:
             run = self._try(recorded_run, recorded)
-        if not self.config.async_training.enable or self._wrong_keys:
-            return []
-        return list(advice(self.config, run))
+        if self.config.async_training.enable and not self._wrong_keys:
+            self.simulated = list(advice(self.config, run))
 
 
 def _is_answer(function: ScoreFunction, facts: dict[str, Any]) -> bool:
@@ -294,7 +265,7 @@ def _is_answer(function: ScoreFunction, facts: dict[str, Any]) -> bool:
 
     Args:
         function: the score function.
-        facts: facts of the row (`_Checks._facts_of`).
+        facts: facts of the row (`Preflight._facts_of`).
     """
     if function.path is None and grader_name(facts["data_source"]) in WITHOUT_ANSWER:
         return False
@@ -362,17 +333,20 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
 
 def _lengths(folder: RunFolder, config: Config, step: int) -> list[list[int]]:
     """Number of tokens of each response of a step, in a list for each prompt."""
-    lengths: dict[str, list[int]] = {}
     # The rollout record has the tokens, other files only the texts.
     if step in folder.record.steps():
         rows = folder.record.read(step, columns=["uid", "response_ids"]).rows
+        uids = rows.column("uid").to_pylist()
         counts = pc.list_value_length(rows.column("response_ids")).to_pylist()
-        for uid, count in zip(rows.column("uid").to_pylist(), counts, strict=True):
-            lengths.setdefault(uid, []).append(max(1, count))
-        return list(lengths.values())
-    tokenizer = load_tokenizer(config.data.tokenizer or config.actor_rollout_ref.model.path)
-    for row in folder.responses[step]():
-        text = row["output_with_special_tokens"]
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        lengths.setdefault(row["uid"], []).append(max(1, len(tokens)))
+    else:
+        tokenizer = load_tokenizer(config.data.tokenizer or config.actor_rollout_ref.model.path)
+        samples = folder.responses[step]()
+        uids = [sample["uid"] for sample in samples]
+        counts = []
+        for sample in samples:
+            tokens = tokenizer(sample["output_with_special_tokens"], add_special_tokens=False)
+            counts.append(len(tokens["input_ids"]))
+    lengths = defaultdict(list)
+    for uid, count in zip(uids, counts, strict=True):
+        lengths[uid].append(max(1, count))
     return list(lengths.values())

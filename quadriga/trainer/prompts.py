@@ -11,13 +11,12 @@ from concurrent.futures import Future
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
-
 from quadriga.background import in_background
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.errors import CheckpointError, DataError
 from quadriga.observe.watchdog import waiting, watched
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +177,9 @@ def assign_uids(prompts: DataProto, prefix: str, first: int = 0) -> DataProto:
         prefix: makes the uids of different batches different.
         first: number of the first prompt.
     """
-    return _with_uids(prompts, [f"{prefix}-{first + row}" for row in range(len(prompts))])
+    uids = (f"{prefix}-{first + row}" for row in range(len(prompts)))
+    prompts.non_tensor_batch["uid"] = object_array(uids)
+    return prompts
 
 
 def assign_row_uids(prompts: DataProto, dataset: Any, first: int) -> DataProto:
@@ -196,10 +197,6 @@ def assign_row_uids(prompts: DataProto, dataset: Any, first: int) -> DataProto:
     if getattr(type(dataset), "__getitem__", None) is not RLHFDataset.__getitem__:
         return assign_uids(prompts, "row", first)
     places = dataset.places(prompts.non_tensor_batch["item"])
-    return _with_uids(prompts, [f"file-{file}-row-{row}" for file, row in places])
-
-
-def _with_uids(prompts: DataProto, uids: list[str]) -> DataProto:
-    """Add the column `uid` in place, and return the prompts."""
-    prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+    uids = (f"file-{file}-row-{row}" for file, row in places)
+    prompts.non_tensor_batch["uid"] = object_array(uids)
     return prompts

@@ -19,8 +19,8 @@ class Quarantine:
     """The steps that a run skips.
 
     Attributes:
-        num_rows: for each skipped step, the number of rows of data that it is known to take, at
-            least.
+        num_rows: the steps that are skipped when the run comes to them; for each, the number of rows
+            of data that it takes, at least.
     """
 
     def __init__(self, settings: TrainerConfig) -> None:
@@ -47,15 +47,6 @@ class Quarantine:
                 f"{num_skipped} steps are skipped already, trainer.max_skipped_steps={self._limit}"
             )
         return ""
-
-    def add(self, step: int, num_rows: int) -> None:
-        """Skip a step when the run comes to it again.
-
-        Args:
-            step: number of the step.
-            num_rows: number of rows of data that it takes, at least.
-        """
-        self.num_rows[step] = num_rows
 
     def write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         """Write the rows of a skipped step, completely or not at all.

@@ -517,21 +517,17 @@ class RayPPOTrainer(TrainingLoop):
         seed = self.config.trainer.seed + self.global_steps
         drawn_rollouts = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=seed)
 
-        rows_of_rollout: list[list[int]] = [[] for _ in scores]
-        for row, rollout in enumerate(rollout_numbers(ordered)):
-            rows_of_rollout[rollout].append(row)
-        rows = []
-        rollout_index = []
-        for number, rollout in enumerate(drawn_rollouts.tolist()):
-            rows += rows_of_rollout[rollout]
-            # A rollout that is drawn twice counts as two.
-            rollout_index += [number] * len(rows_of_rollout[rollout])
+        # A rollout that is drawn twice counts as two.
+        numbers = np.array(rollout_numbers(ordered))
+        rows_of_draws = [np.flatnonzero(numbers == rollout) for rollout in drawn_rollouts.tolist()]
+        rows = np.concatenate(rows_of_draws)
 
         # The sample is a batch of its own, whose rows and rollouts are numbered anew.
         sample = ordered.select_idxs(rows)
         sample.batch["row_index"] = torch.arange(len(sample))
         if "rollout_index" in sample.batch.keys():
-            sample.batch["rollout_index"] = torch.tensor(rollout_index)
+            sizes = torch.tensor([len(rows_of_draw) for rows_of_draw in rows_of_draws])
+            sample.batch["rollout_index"] = torch.arange(len(sizes)).repeat_interleave(sizes)
         return sample, order[rows]
 
     # After the update
@@ -548,8 +544,8 @@ class RayPPOTrainer(TrainingLoop):
         if batch is not None:
             facts = {"total_training_steps": self.total_training_steps, "metrics": self.metrics}
             self.recorder.add_step(self.global_steps, batch, facts)
-        if trainer.rollout_data_dir and batch is not None:
-            self.write_rollouts(batch, trainer.rollout_data_dir)
+            if trainer.rollout_data_dir:
+                self.write_rollouts(batch, trainer.rollout_data_dir)
         if self.is_due(trainer.test_freq):
             self.metrics |= self.validate()
         self.metrics["training/global_step"] = self.global_steps

@@ -38,7 +38,7 @@ _TOKEN_COLUMNS = {
     "token_staleness": "token_staleness",
 }
 """Columns of the record with a value per response token, and the batch's columns [B, T]."""
-_JSON_COLUMNS = {
+JSON_COLUMNS = {
     "turn_spans": "turn_spans",
     "turn_rewards": "turn_rewards",
     "turn_states": "turn_states",
@@ -101,14 +101,14 @@ class _ConvertedBatch:
     def table(self, not_computed: str) -> pa.Table:
         """Convert all columns; those that the batch does not have are null."""
         num_rows = len(self.order)
-        columns: dict[str, Any] = dict(self._values_of_rows())
+        columns = dict(self._values_of_rows())
         columns["prompt_ids"] = _lists(self._in_order("prompts"), self._prompt_mask)
         for name, source in _TOKEN_COLUMNS.items():
             if source in self.tensors.keys():
                 columns[name] = _lists(self._in_order(source), self._response_mask)
         columns |= self._masks()
         columns |= self._log_probs(not_computed)
-        for name, source in _JSON_COLUMNS.items():
+        for name, source in JSON_COLUMNS.items():
             columns[name] = self._texts(source, _json)
         columns |= self._grader_outputs()
         columns["row"] = self._data_rows()
@@ -154,7 +154,7 @@ class _ConvertedBatch:
         # A row without a score is null. Its scores in the batch are 0.
         has_score = scored_rows(self.batch)[self.order].numpy()
         scores = pa.array(self._in_order("token_level_scores").sum(1), mask=~has_score)
-        columns: dict[str, Any] = {
+        columns = {
             "rollout_id": rollout_ids,
             "uid": uids,
             "row_index": np.arange(len(uids)),
@@ -185,7 +185,7 @@ class _ConvertedBatch:
     def _image_hashes(self) -> list[str | None]:
         """Hash of the images of each row; None for a row without any."""
         # Responses to the same prompt share one object, whose hash is computed once.
-        hash_of_object: dict[int, str] = {}
+        hash_of_object = {}
         hashes = []
         for inputs in self._objects_in_order("multi_modal_inputs"):
             if inputs and id(inputs) not in hash_of_object:
@@ -247,7 +247,7 @@ class _ConvertedBatch:
     def _data_rows(self) -> list[str | None]:
         """The user's columns of each data row as JSON; None for a row without any."""
         # Responses to the same prompt have the same text, which is made once.
-        texts: dict[str, str | None] = {}
+        texts = {}
         rows = []
         for place, uid in zip(self.order.tolist(), self._objects_in_order("uid"), strict=True):
             if uid not in texts:

@@ -329,7 +329,7 @@ class BatchRewards:
 
         batch.batch["token_level_scores"] = output.scores
         # From a column for each name to a dictionary for each row.
-        extras: list[dict[str, Any]] = [{} for _ in range(len(batch))]
+        extras = [{} for _ in range(len(batch))]
         for name, values in output.extra.items():
             for extra, value in zip(extras, values, strict=True):
                 extra[name] = value
@@ -358,7 +358,7 @@ def _find_graded_rows(batch: DataProto, outcomes: np.ndarray | None) -> np.ndarr
     Returns:
         Row numbers, [B].
     """
-    first_rows: dict[int, int] = {}
+    first_rows = {}
     graded_row = []
     for row, number in enumerate(rollout_numbers(batch)):
         if outcomes is not None and outcomes[row] is not None:

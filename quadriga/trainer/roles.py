@@ -8,7 +8,6 @@ no table of algorithms.
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 import torch
@@ -119,8 +118,8 @@ def _try_estimator(estimator: Algorithm) -> None:
     """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     # Options may name any reward.
-    rewards: defaultdict[str, float] = defaultdict(float)
-    fields: dict[str, Any] = {
+    rewards = defaultdict(float)
+    fields = {
         "uid": np.array(["prompt", "prompt"], dtype=object),
         "data_source": np.array(["data", "data"], dtype=object),
         "reward_extra": [rewards, rewards],

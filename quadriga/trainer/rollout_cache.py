@@ -124,8 +124,11 @@ class RolloutCache:
             expected = ", ".join(f"{name}={facts[name]}" for name in differing)
             raise self._refusal(path, f"responses with {got}", expected)
         if not self.is_repeated and cached.meta_info[_PROMPTS] != _digest(prompts):
-            expected = f"responses to those of step {prompts.meta_info['global_steps']}"
-            raise self._refusal(path, "responses to other prompts", expected)
+            raise self._refusal(
+                path,
+                "responses to other prompts",
+                f"responses to those of step {prompts.meta_info['global_steps']}",
+            )
 
         # The columns of this step's prompts, in a row for each row of the responses.
         rows = drop_prompt_only(repeat_prompts(prompts, num_samples))
@@ -165,17 +168,14 @@ class RolloutCache:
     ) -> None:
         """Write the responses to a batch, without the tensors of its prompts, to a file."""
         prompt_columns = drop_prompt_only(prompts)
-        tensors = {}
-        for name in rows.batch.keys():
-            if name not in prompt_columns.batch.keys():
-                tensors[name] = rows.batch[name]
-        objects = dict(rows.non_tensor_batch)
+        names_of_prompts = prompt_columns.batch.keys()
+        cached = rows.select([name for name in rows.batch.keys() if name not in names_of_prompts])
         # Responses from a file are graded again.
-        objects.pop("reward_outcome", None)
+        cached.non_tensor_batch.pop("reward_outcome", None)
 
         # Columns that the rollout has made. Conversations may also add images to the model's inputs.
         response_objects = []
-        for name in objects:
+        for name in cached.non_tensor_batch:
             if name in MODEL_OBJECTS or name not in prompt_columns.non_tensor_batch:
                 response_objects.append(name)
         metrics = {}
@@ -183,23 +183,24 @@ class RolloutCache:
             if not name.startswith("timing_s/"):
                 metrics[name] = value
 
-        meta_info = {
+        cached.meta_info = {
             _FACTS: facts,
             _PROMPTS: _digest(prompts),
             _OBJECTS: response_objects,
             "metrics": metrics,
         }
-        cached = DataProto.from_dict(tensors, objects, meta_info)
         with written_aside(path, where=f"{_ROLLOUT}.skip.dump_dir") as draft:
             cached.save_to_disk(draft)
 
     def _refusal(self, path: Path, got: str, expected: str) -> DataError:
         """The error for a file that cannot be used."""
-        fix = (
-            f"Set {_ROLLOUT}.skip.dump_dir to another folder, delete this file, "
-            f"or turn {_ROLLOUT}.skip off."
+        return DataError(
+            str(path),
+            got=got,
+            expected=expected,
+            fix=f"Set {_ROLLOUT}.skip.dump_dir to another folder, delete this file, "
+            f"or turn {_ROLLOUT}.skip off.",
         )
-        return DataError(str(path), got=got, expected=expected, fix=fix)
 
 
 def _digest(prompts: DataProto) -> str:

@@ -119,9 +119,8 @@ class RolloutPool(WeightPublisher):
     def _send_all(self) -> None:
         """Send the current weights to all engines, again if an engine is lost on the way."""
         self._add_restarted_engines()
-        is_complete = False
-        while not is_complete:
-            is_complete = self._send(self._version)
+        while not self._send(self._version):
+            pass
         self._new_ranks.clear()
         self._is_sent = True
 
@@ -129,10 +128,10 @@ class RolloutPool(WeightPublisher):
         """Generate a response to each row. The interface is that of the workers' method."""
         if self._add_restarted_engines() or not self._is_sent:
             self._send_all()
-        outputs: list[tuple[int, DataProto]] = []  # number of the first row, responses
+        outputs = []  # number of the first row, responses
         pending = self._begin(0, prompts)
         while pending:
-            lost_rows: list[tuple[int, DataProto]] = []
+            lost_rows = []
             for handle, output in self._rollout.first_outcomes(list(pending)).items():
                 rank, first, rows = pending.pop(handle)
                 if isinstance(output, BaseException):
@@ -165,20 +164,16 @@ class RolloutPool(WeightPublisher):
             For each handle: the rank, the number of its first row in the batch, its rows.
         """
         size = self._group_size
-        calls = []
-        rows_of_calls = []
+        # For each rank, the number of its first row and its rows.
+        chunks = []
         for chunk in rows.chunk(self._rollout.world_size // size):
             # Every rank of an engine gets its chunk.
-            calls += [((chunk,), {})] * size
-            rows_of_calls += [(first, chunk)] * size
+            chunks += [(first, chunk)] * size
             first += len(chunk)
-        handles = self._rollout.start_all("generate_sequences", calls)
-        pending = {}
-        for handle, rank, numbered_rows in zip(
-            handles, self._rollout.ranks, rows_of_calls, strict=True
-        ):
-            pending[handle] = (rank, *numbered_rows)
-        return pending
+        arguments = [((chunk,), {}) for _, chunk in chunks]
+        handles = self._rollout.start_all("generate_sequences", arguments)
+        calls = zip(handles, self._rollout.ranks, chunks, strict=True)
+        return {handle: (rank, start, chunk) for handle, rank, (start, chunk) in calls}
 
     def _send(self, version: int) -> bool:
         """Send the weights to all engines.
@@ -226,8 +221,8 @@ class RolloutPool(WeightPublisher):
         ranks = list(self._rollout.ranks)
         handles = self._rollout.start_all(method, [((argument,), {})] * len(ranks))
         pending = dict(zip(handles, ranks, strict=True))
-        outputs: dict[int, Any] = {}
-        failures: dict[int, BaseException] = {}
+        outputs = {}
+        failures = {}
         while pending:
             for handle, output in self._rollout.first_outcomes(list(pending)).items():
                 rank = pending.pop(handle)

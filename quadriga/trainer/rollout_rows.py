@@ -34,7 +34,7 @@ def name_rollouts(uids: Iterable[Any]) -> list[str]:
 def rollout_numbers(rows: DataProto) -> list[int]:
     """The number of each row's rollout, [B]. Rollouts are numbered in order of appearance."""
     ids = rows.non_tensor_batch.get(ROLLOUT_ID, range(len(rows)))
-    numbers: dict[Any, int] = {}
+    numbers = {}
     return [numbers.setdefault(rollout_id, len(numbers)) for rollout_id in ids]
 
 
@@ -51,7 +51,7 @@ def scored_rows(batch: DataProto) -> torch.Tensor:
 
 def scores_of_rows(batch: DataProto) -> list[float | None]:
     """The score of each row of a graded batch, [B]; None for a row without one."""
-    scores: list[float | None] = batch.batch["token_level_scores"].sum(-1).tolist()
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
     for row in (~scored_rows(batch)).nonzero().flatten().tolist():
         scores[row] = None
     return scores

@@ -28,7 +28,7 @@ from quadriga.observe.tracking.jsonl import (
     complete_lines,
     read_metrics,
 )
-from quadriga.trainer.checkpoint import Checkpoints
+from quadriga.trainer.checkpoint import Checkpoints, numbered_paths
 from quadriga.trainer.run_lock import LOCK, is_held
 from quadriga.trainer.settings import CONFIGURATION, RunSettings
 
@@ -114,19 +114,20 @@ class RunFolder:
         last_step = self.last_step or math.inf  # 0: not known
         for name, kind in (("rollout_data_dir", STEP), ("validation_data_dir", VALIDATION)):
             folder = self._folder_of_key(name)
-            readers: dict[int, Callable[[], list[Sample]]] = {}
-            for path in folder.glob("*.jsonl") if folder else ():
+            readers = {}
+            files = numbered_paths(folder, "", ".jsonl") if folder else {}
+            for step, path in files.items():
                 # A file of a later step was left by another run.
-                if path.stem.isdecimal() and int(path.stem) <= last_step:
-                    readers[int(path.stem)] = partial(_read_samples, path)
+                if step <= last_step:
+                    readers[step] = partial(_read_samples, path)
             if not readers:
                 steps = self.record.steps(kind)
                 readers = {step: partial(samples_of, self.record, step, kind) for step in steps}
             if readers:
-                return dict(sorted(readers.items()))
+                return readers
 
         path = self.directory / SAMPLES_FILE
-        samples: dict[int, list[Sample]] = {}
+        samples = {}
         # The same option writes metrics and samples: without metrics, the file is of another run.
         if path.is_file() and self.metrics:
             for sample in _read_samples(path):

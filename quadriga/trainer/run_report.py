@@ -71,15 +71,9 @@ def summary(run: RunFolder) -> list[str]:
     # One of the best responses of the last step, and one of the worst.
     if run.responses:
         step, read_samples = list(run.responses.items())[-1]
-        samples = _graded_samples(read_samples())
-        best, worst = best_and_worst(samples, 1)
-        title = f"best of step {step}"
-        if _are_alike(samples, worst):
-            title = f"{_ALIKE} in step {step}"
-        for sample in best:
-            lines.append(f"{title}, {_sample_text(sample)}")
-        for sample in worst:
-            lines.append(f"worst of step {step}, {_sample_text(sample)}")
+        for title, sample in _examples(read_samples(), 1):
+            preposition = "in" if title == _ALIKE else "of"
+            lines.append(f"{title} {preposition} step {step}, {_sample_text(sample)}")
     lines += _advice_on_missing_files(run)
     return lines[:MAX_SUMMARY_LINES]
 
@@ -95,9 +89,15 @@ def _sample_text(sample: Sample) -> str:
     return text
 
 
-def _are_alike(samples: Sequence[Sample], worst: Sequence[Sample]) -> bool:
-    """Whether several samples all have the same score, so that none of them is the worst."""
-    return len(samples) > 1 and not worst
+def _examples(samples: Sequence[Sample], count: int) -> list[tuple[str, Sample]]:
+    """The `best_and_worst` samples, each with a title.
+
+    If several samples all have the same score, none of them is the best or the worst.
+    """
+    best, worst = best_and_worst(samples, count)
+    is_alike = not worst and len(_graded_samples(samples)) > 1
+    examples = [(_ALIKE if is_alike else "best", sample) for sample in best]
+    return examples + [("worst", sample) for sample in worst]
 
 
 def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
@@ -116,8 +116,12 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
         expected = "a step that was written"
         if known_steps:
             expected = f"one of {_step_range(known_steps)}"
-        fix = " ".join(_advice_on_missing_files(run))
-        raise DataError("--step", got=str(step), expected=expected, fix=fix)
+        raise DataError(
+            "--step",
+            got=str(step),
+            expected=expected,
+            fix=" ".join(_advice_on_missing_files(run)),
+        )
 
     yield _state_line(run)
     name, curve = headline_curve(run.metrics)
@@ -156,8 +160,8 @@ def _step_range(steps: Sequence[int]) -> str:
 
 def headline_curve(metrics: Mapping[int, Mapping[str, float]]) -> tuple[str, Curve]:
     """Return the name and the curve of the main metric: the mean reward, or else the loss."""
-    reward_and_loss = HEADLINES[:2]
-    for headline in reward_and_loss:
+    # The first two headlines are the mean reward and the loss.
+    for headline in HEADLINES[:2]:
         for source in headline.sources:
             curve = [(step, values[source]) for step, values in metrics.items() if source in values]
             if curve:
@@ -171,7 +175,7 @@ def phase_seconds(metrics: Mapping[int, Mapping[str, float]]) -> tuple[dict[str,
     Returns:
         Seconds of each phase that takes more than `_LEAST_SHARE` of the time, and of all steps.
     """
-    seconds: dict[str, float] = defaultdict(float)
+    seconds = defaultdict(float)
     for values in metrics.values():
         for name, value in values.items():
             phase = name.removeprefix(_PHASES)
@@ -228,7 +232,7 @@ def _score(sample: Sample) -> float:
 
 def _of_distinct_prompts(samples: Sequence[Sample], count: int) -> list[Sample]:
     """The first sample of each prompt, of the first `count` prompts."""
-    first_samples: dict[str, Sample] = {}
+    first_samples = {}
     for sample in samples:
         first_samples.setdefault(sample["input"], sample)
     return list(first_samples.values())[:count]
@@ -318,7 +322,7 @@ def _phase_rows(run: RunFolder) -> Iterator[str]:
 
 def _validation_lines(run: RunFolder) -> list[str]:
     """First and last value of each validation result, one per line."""
-    curves: dict[str, Curve] = defaultdict(list)
+    curves = defaultdict(list)
     for step, values in run.metrics.items():
         for result in validation_results(values):
             curves[f"{result.source} {result.column}"].append((step, result.value))
@@ -342,12 +346,8 @@ def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[
         counts += f", tool calls: {num_tool_calls}"
     yield counts
 
-    graded = _graded_samples(samples)
-    best, worst = best_and_worst(graded, MAX_RESPONSES)
-    for sample in best:
-        yield from _lines_of_sample(_ALIKE if _are_alike(graded, worst) else "best", sample)
-    for sample in worst:
-        yield from _lines_of_sample("worst", sample)
+    for title, sample in _examples(samples, MAX_RESPONSES):
+        yield from _lines_of_sample(title, sample)
     for sample in failed[:1]:
         yield from _lines_of_sample("grader failed", sample)
 
@@ -367,7 +367,7 @@ def _num_tool_calls(run: RunFolder, step: int) -> int | None:
     """Number of tool calls of a step; None if the run has no tools, or if it is not known."""
     if not run.has_training_responses:
         return None
-    metrics: Mapping[str, float] = run.metrics.get(step, {})
+    metrics = run.metrics.get(step, {})
     if not metrics and run.record.path(step).is_file():
         # A damaged file is reported where its responses are read.
         with suppress(DataError):

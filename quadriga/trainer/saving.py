@@ -59,6 +59,7 @@ class CheckpointSaver:
         checkpoints: where they are written.
         workers: worker groups with `save_checkpoint` and `checkpoint_written`, by the name of the
             folder that they write.
+        write_own_part: writes the driver's part into a folder.
         report: called with a sentence when a checkpoint is complete.
 
     Attributes:
@@ -66,34 +67,32 @@ class CheckpointSaver:
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, workers: Mapping[str, Any], report: Callable[[str], None]
+        self,
+        checkpoints: Checkpoints,
+        workers: Mapping[str, Any],
+        write_own_part: Callable[[Path], None],
+        report: Callable[[str], None],
     ) -> None:
         self.checkpoints = checkpoints
         self.workers = workers
+        self.write_own_part = write_own_part
         self.report = report
         self.longest_s = 0.0
         self._pending: PendingCheckpoint | None = None
 
-    def start_where_due(
-        self, step: int, write_own_part: Callable[[Path], None], *, is_due: bool, is_last: bool
-    ) -> None:
+    def start_where_due(self, step: int, *, is_due: bool, is_last: bool) -> None:
         """Start the checkpoint of a step if it is due or the run may end.
 
         Args:
             step: number of the step.
-            write_own_part: writes the driver's part into a folder.
             is_due: whether `trainer.save_freq` asks for one after this step.
             is_last: whether the run may end with this step.
         """
         if is_due or is_last:
-            self.start(step, write_own_part)
+            self.start(step)
 
-    def start(self, step: int, write_own_part: Callable[[Path], None]) -> None:
+    def start(self, step: int) -> None:
         """Start the checkpoint of a step, after waiting for the previous one.
-
-        Args:
-            step: number of the step.
-            write_own_part: writes the driver's part into a folder.
 
         Raises:
             CheckpointError: this checkpoint or the previous one cannot be written. Older ones are
@@ -109,7 +108,7 @@ class CheckpointSaver:
             with self.checkpoints.guarded(step), wait:
                 for worker in self.workers.values():
                     worker.save_checkpoint(folder.absolute())
-                write_own_part(folder)
+                self.write_own_part(folder)
         except KeyboardInterrupt:
             # `guarded` leaves the folder, which nothing would complete.
             self.checkpoints.abandon(step)
@@ -248,9 +247,11 @@ def load_run_state(directory: Path, step: int) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        got = error.strerror or str(error)
         raise DamagedCheckpointError(
-            str(path), got=got, expected="the state of a run", fix=_FIX
+            str(path),
+            got=error.strerror or str(error),
+            expected="the state of a run",
+            fix=_FIX,
         ) from error
     state = _parse_state(content, path)
     step_of_state = state.get("step") if isinstance(state, dict) else None

@@ -17,11 +17,6 @@ from quadriga.errors import MachineError
 from quadriga.single_controller import WorkerGroup
 from quadriga.workers.generation import build_processor, num_positions, vocabulary_size
 
-# Import strings: Starlette and uvicorn are an extra.
-_POLICY = "quadriga.serve.policy:ServedPolicy"
-_SERVER = "quadriga.serve.server:PolicyServer"
-_REQUIRE_ADDRESS = "quadriga.serve.server:require_address"
-_WRITE_ADDRESS = "quadriga.serve.server:write_address"
 ADDRESS_FILE = "server.json"
 
 
@@ -35,7 +30,7 @@ def check_server(config: Config) -> None:
     if not config.actor_rollout_ref.rollout.serve.enable:
         return
     try:
-        require_address = resolve_name(_REQUIRE_ADDRESS)
+        require_address = resolve_name("quadriga.serve.server:require_address")
     except ModuleNotFoundError as error:
         raise MachineError(
             "actor_rollout_ref.rollout.serve",
@@ -63,7 +58,8 @@ def start_server(
     Raises:
         ConfigError: the server cannot listen on its address.
     """
-    policy = resolve_name(_POLICY).of(
+    # Imported on demand: Starlette and uvicorn are an extra.
+    policy = resolve_name("quadriga.serve.policy:ServedPolicy").of(
         config,
         tokenizer,
         vocabulary_size=vocabulary_size(config),
@@ -76,11 +72,11 @@ def start_server(
     key = environ.get(KEY_VARIABLE, "")
     if not key and makes_key:
         key = secrets.token_urlsafe(32)
-    return resolve_name(_SERVER)(config, policy, exchanges, key), key
+    return resolve_name("quadriga.serve.server:PolicyServer")(config, policy, exchanges, key), key
 
 
 class TrainingServer:
-    """The server of a run. It writes its address and API key to a file in the run's directory.
+    """The server of a run, whose address and API key are in a file in the run's directory.
 
     Args:
         config: the resolved configuration.
@@ -91,29 +87,15 @@ class TrainingServer:
     def __init__(self, config: Config, tokenizer: Any, rollout: WorkerGroup[Any]) -> None:
         self._server, key = start_server(config, tokenizer, rollout, makes_key=True)
         self._file = config.trainer.directory / ADDRESS_FILE
-        resolve_name(_WRITE_ADDRESS)(self._server, key, self._file)
-
-    @property
-    def description(self) -> str:
-        """Address and limits, to be printed."""
-        return f"{self._server.url}, key in {self._file}; {self._server.limits}"
+        resolve_name("quadriga.serve.server:write_address")(self._server, key, self._file)
+        server = self._server
+        print(f"  serving the policy at {server.url}, key in {self._file}; {server.limits}")
 
     def close(self) -> None:
         """Stop the server, and remove the file."""
         self._server.close()
         with suppress(FileNotFoundError):
             self._file.unlink()
-
-
-def serve_rollout(
-    config: Config, tokenizer: Any, rollout: WorkerGroup[Any]
-) -> TrainingServer | None:
-    """Start the server of a run, if the configuration asks for one; see `TrainingServer`."""
-    if not config.actor_rollout_ref.rollout.serve.enable:
-        return None
-    server = TrainingServer(config, tokenizer, rollout)
-    print(f"  serving the policy at {server.description}")
-    return server
 
 
 def _exchange(

@@ -26,6 +26,7 @@ from quadriga.errors import CheckpointError, ConfigError
 from quadriga.observe.watchdog import waiting
 from quadriga.trainer.checkpoint import (
     checkpoint_to_resume,
+    numbered_paths,
     sha256_of,
     step_of,
     verify,
@@ -86,6 +87,10 @@ class RunSettings:
             return cls(values, files)
         return cls(values, files, first=int(steps[1]), last=int(steps[2]))
 
+    def digest_lines(self) -> str:
+        """Comments with the digests of the files, for the end of a file that `read` reads."""
+        return "".join(f"# {digest}  {name}\n" for name, digest in self.files.items())
+
     def changes(self, later: "RunSettings") -> list[str]:
         """Describe how later settings differ from these, one line per key or file.
 
@@ -138,7 +143,7 @@ def configuration_of(directory: Path, step: int, task: str) -> tuple[Path, RunSe
     """
     path = directory / CONFIGURATION
     settings = None
-    for candidate_path in (directory / CONFIGURATION, *_earlier_files(directory).values()):
+    for candidate_path in (directory / CONFIGURATION, *earlier_configurations(directory).values()):
         candidate = RunSettings.read(candidate_path, task)
         if candidate is None or candidate.first > step:
             continue
@@ -260,11 +265,9 @@ def keep_settings(config: Config, settings: RunSettings, done: int, last: int) -
     # The file is already valid for the coming steps.
     if before and before.first < first and before.last == last and not before.changes(settings):
         return
-    text = f"{show(config)}# steps {first} to {last}\n"
-    for name, digest in settings.files.items():
-        text += f"# {digest}  {name}\n"
+    text = f"{show(config)}# steps {first} to {last}\n{settings.digest_lines()}"
     try:
-        for earlier_first, earlier_path in _earlier_files(directory).items():
+        for earlier_first, earlier_path in earlier_configurations(directory).items():
             # The run is about to take these steps again.
             if earlier_first >= first:
                 earlier_path.unlink()
@@ -289,14 +292,9 @@ def keep_settings(config: Config, settings: RunSettings, done: int, last: int) -
         ) from error
 
 
-def _earlier_files(directory: Path) -> dict[int, Path]:
-    """Files `config_from_step_N.yaml`, by N."""
-    files = {}
-    for path in directory.glob("config_from_step_*.yaml"):
-        number = path.stem.removeprefix("config_from_step_")
-        if number.isdecimal():
-            files[int(number)] = path
-    return files
+def earlier_configurations(directory: Path) -> dict[int, Path]:
+    """Files with the configurations of earlier steps, by the first of these steps."""
+    return numbered_paths(directory, "config_from_step_", ".yaml")
 
 
 def _task_values(text: str, task: str) -> dict[str, Any]:
@@ -311,7 +309,7 @@ def _task_values(text: str, task: str) -> dict[str, Any]:
     values = {}
     for key in leaf_keys(task):
         *sections, name = key.split(".")
-        node: Any = tree
+        node = tree
         for section in sections:
             # A file of another version may lack the section.
             node = node.get(section) if isinstance(node, dict) else None
@@ -326,8 +324,7 @@ def _checksums(config: Config) -> dict[str, str]:
     checksums = {}
     # Every text in these sections may be a path or a pattern.
     for text in _strings_in([tree[section] for section in _WITH_FILES]):
-        # `path/to/file.py:function` names a file, too.
-        name = os.path.expanduser(text.rpartition(":")[0] if ".py:" in text else text)
+        name = os.path.expanduser(_file_named(text))
         paths = [name]
         if glob.has_magic(name) and "\n" not in name:
             paths = sorted(glob.glob(name, recursive=True))
@@ -354,20 +351,18 @@ def _strings_in(value: Any) -> Iterator[str]:
             yield from _strings_in(item)
 
 
+def _file_named(text: str) -> str:
+    """The file that a value names, without the function of `path/to/file.py:function`."""
+    return text.rpartition(":")[0] if ".py:" in text else text
+
+
 def _short_text(value: Any, key: str) -> str:
     """The value of a key as a short text for messages."""
-    source = _function_source(value)
-    if source:
-        return source
+    file = Path(_file_named(str(value)))
+    # A user's function that `write_function` wrote is named by its source.
+    if file.suffix == ".py" and file.with_suffix(".pickle").is_file():
+        source = _SOURCE.search(file.read_text(encoding="utf-8"))
+        if source:
+            return source[1]
     text = as_text(value, key)
     return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[: _MAX_VALUE_CHARACTERS - 3]}..."
-
-
-def _function_source(value: Any) -> str:
-    """Source of a user's function, if a value names a file that `write_function` wrote; else ""."""
-    text = str(value)
-    file = Path(text.rpartition(":")[0] if ".py:" in text else text)
-    if file.suffix != ".py" or not file.with_suffix(".pickle").is_file():
-        return ""
-    source = _SOURCE.search(file.read_text(encoding="utf-8"))
-    return source[1] if source else ""

@@ -121,7 +121,10 @@ class TaskRunner:
             restore_random_states(initial_states)
             timeline = Timeline("restart")
         if self._losses:
-            print(f"The workers were started again {len(self._losses)} times, after losses")
+            count = f"{len(self._losses)} times, after losses"
+            if len(self._losses) == 1:
+                count = "once, after a loss"
+            print(f"The workers were started again {count}")
             for place, lost in self._losses:
                 print(f"  in {place}: {lost}")
 
@@ -160,7 +163,7 @@ class TaskRunner:
         self._losses.append((place, error.where))
         skipped = ""
         if trainer and is_repeated:
-            self._quarantine.add(step, trainer.num_rows)
+            self._quarantine.num_rows[step] = trainer.num_rows
             skipped = f" Step {step} has lost workers twice, and is skipped."
 
         changed_settings = {}

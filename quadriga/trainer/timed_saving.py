@@ -46,6 +46,7 @@ class TimedSaver(CheckpointSaver):
     Args:
         checkpoints: where they are written.
         workers: worker groups as for `CheckpointSaver`, with `checkpoint_bytes`.
+        write_own_part: writes the driver's part into a folder.
         report: called with a sentence when a checkpoint is complete, is put off or has failed.
         period_s: seconds between the starts of two checkpoints, at least.
         clock: returns the time in seconds.
@@ -55,11 +56,12 @@ class TimedSaver(CheckpointSaver):
         self,
         checkpoints: Checkpoints,
         workers: Mapping[str, Any],
+        write_own_part: Callable[[Path], None],
         report: Callable[[str], None],
         period_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(checkpoints, workers, report)
+        super().__init__(checkpoints, workers, write_own_part, report)
         self.period_s = period_s
         self._clock = clock
         self._run_start_s = clock()
@@ -69,14 +71,11 @@ class TimedSaver(CheckpointSaver):
         self._num_bytes: int | None = None  # size of a checkpoint; None until it is first needed
         self._reported: set[str] = set()  # kinds of messages that are not reported again
 
-    def start_where_due(
-        self, step: int, write_own_part: Callable[[Path], None], *, is_due: bool, is_last: bool
-    ) -> None:
+    def start_where_due(self, step: int, *, is_due: bool, is_last: bool) -> None:
         """Start the checkpoint of a step if it is time for one and the disk has room for it.
 
         Args:
             step: number of the step.
-            write_own_part: writes the driver's part into a folder.
             is_due: not used.
             is_last: whether the run may end with this step. Then the time does not matter.
         """
@@ -95,7 +94,7 @@ class TimedSaver(CheckpointSaver):
             )
             return
         self._last_start_s = self._clock()
-        self.start(step, write_own_part)
+        self.start(step)
 
     def _obstacle(self, *, is_last: bool) -> tuple[str, str]:
         """Why no checkpoint can be started now.
@@ -132,7 +131,7 @@ class TimedSaver(CheckpointSaver):
         num_bytes = 0
         for worker in self.workers.values():
             # Ranks report tensors that they share under the same name.
-            sizes: dict[str, int] = {}
+            sizes = {}
             for sizes_of_rank in worker.checkpoint_bytes():
                 sizes |= sizes_of_rank
             num_bytes += sum(sizes.values())
@@ -144,10 +143,10 @@ class TimedSaver(CheckpointSaver):
             self._reported.add(kind)
             self.report(sentence)
 
-    def start(self, step: int, write_own_part: Callable[[Path], None]) -> None:
+    def start(self, step: int) -> None:
         """Start a checkpoint. An error is reported instead of raised."""
         with self._tolerated():
-            super().start(step, write_own_part)
+            super().start(step)
 
     def poll(self, *, wait: bool = False) -> bool:
         """Check how far the checkpoint is. An error is reported instead of raised."""

@@ -30,7 +30,8 @@ there is only one draw, so the standard deviation over draws is left out.
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -58,6 +59,7 @@ _NOT_MEASURED = (RESERVED - {"num_turns"}) | {
 }
 
 
+@dataclass
 class Validator:
     """Runs a policy over the validation data.
 
@@ -71,21 +73,12 @@ class Validator:
         recorder: records the responses; None: they are not recorded.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: Any,
-        rollout: ActorRolloutRefWorker | RolloutPool,
-        reward: RewardManager,
-        dataloader: Any,
-        recorder: RolloutRecorder | None = None,
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.rollout = rollout
-        self.reward = reward
-        self.dataloader = dataloader
-        self.recorder = recorder
+    config: Config
+    tokenizer: Any
+    rollout: ActorRolloutRefWorker | RolloutPool
+    reward: RewardManager
+    dataloader: Any
+    recorder: RolloutRecorder | None = None
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Validate the policy of a step.
@@ -93,23 +86,18 @@ class Validator:
         Returns:
             Metrics, and sample rows for trackers to show; both are empty without validation data.
         """
-        with self._tally():
+        tally = nullcontext()
+        dataset = getattr(self.dataloader, "dataset", None)
+        # Without a known number of responses, each batch has a progress display of its own.
+        if hasattr(dataset, "__len__"):
+            num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
+            tally = Tally.opened(len(dataset) * num_samples)
+        with tally:
             rows, errors = self.grade_all(step)
         if not rows:
             return {}, []
         metrics = means(sample_values(rows)) | errors
         return metrics, first_samples(rows, self.config.trainer.log_val_generations)
-
-    def _tally(self) -> AbstractContextManager[Any]:
-        """Context manager: count responses for the progress display.
-
-        The total is the number of all responses; if it is unknown, each batch has its own.
-        """
-        dataset = getattr(self.dataloader, "dataset", None)
-        if not hasattr(dataset, "__len__"):
-            return nullcontext()
-        num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
-        return Tally.opened(len(dataset) * num_samples)
 
     def grade_all(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """Respond to all prompts and grade the responses.
@@ -183,7 +171,7 @@ def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 def _merge_rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the rows of each rollout into one: the first row, with numbers averaged over all."""
-    rows_of_rollout: dict[Hashable, list[dict[str, Any]]] = defaultdict(list)
+    rows_of_rollout = defaultdict(list)
     for number, row in enumerate(rows):
         rows_of_rollout[row.get("rollout_id", number)].append(row)
     merged = []
@@ -231,7 +219,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
     # The mean of n values of 0 or 1 has the variance mean * (1 - mean) / n, which gives n.
     bernoulli_variance = mean * (1 - mean)
-    n: float = num_prompts
+    n = num_prompts
     if bernoulli_variance and variance_of_mean:
         n = bernoulli_variance / variance_of_mean
     # Wilson's interval: (mean + z²/2n ± z sqrt(mean (1 - mean) / n + z²/4n²)) / (1 + z²/n).
@@ -357,8 +345,7 @@ def score_values(scores: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
             moments["best"].append(_moments(block, chances))
             moments["worst"].append(_moments(block[:, ::-1], chances))
         for kind, moments_of_blocks in moments.items():
-            moments_of_prompts = np.concatenate(moments_of_blocks, axis=1)
-            metrics |= _summary(f"{kind}@{k}", moments_of_prompts, is_only_draw=k == num_most)
+            metrics |= _summary(f"{kind}@{k}", moments_of_blocks, is_only_draw=k == num_most)
     return metrics
 
 
@@ -389,8 +376,7 @@ def majority_values(
             if k <= len(prompt):
                 moments[k].append(_moments(mean_scores[order][None], chances[k]))
     metrics = {}
-    for k, list_of_moments in moments.items():
-        moments_of_prompts = np.concatenate(list_of_moments, axis=1)
+    for k, moments_of_prompts in moments.items():
         metrics |= _summary(f"maj@{k}", moments_of_prompts, is_only_draw=k == num_most)
     return metrics
 
@@ -471,9 +457,17 @@ def _moments(values: np.ndarray, chances: np.ndarray) -> np.ndarray:
     return np.stack([mean, np.sqrt(variance)])
 
 
-def _summary(name: str, moments: np.ndarray, *, is_only_draw: bool) -> dict[str, np.ndarray]:
-    """Metrics `NAME/mean` and, unless there is only one draw, `NAME/std` of moments [2, prompts]."""
-    mean, deviation = moments
+def _summary(
+    name: str, moments: Sequence[np.ndarray], *, is_only_draw: bool
+) -> dict[str, np.ndarray]:
+    """Metrics `NAME/mean` and, unless there is only one draw, `NAME/std`.
+
+    Args:
+        name: name of the metric without the last part.
+        moments: results of `_moments`, [2, prompts] each.
+        is_only_draw: whether there is only one draw.
+    """
+    mean, deviation = np.concatenate(moments, axis=1)
     metrics = {f"{name}/mean": mean}
     if not is_only_draw:
         metrics[f"{name}/std"] = deviation
@@ -484,12 +478,8 @@ def _draw_sizes(num_most: int) -> list[int]:
     """The values of k: powers of 2 below `num_most`, and `num_most`; none for a single response."""
     if num_most == 1:
         return []
-    sizes = []
-    k = 2
-    while k < num_most:
-        sizes.append(k)
-        k *= 2
-    return [*sizes, num_most]
+    num_powers = (num_most - 1).bit_length()
+    return [*(2**exponent for exponent in range(1, num_powers)), num_most]
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray | None:

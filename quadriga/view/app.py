@@ -3,7 +3,6 @@
 
 import asyncio
 from collections.abc import Collection
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -52,7 +51,7 @@ class ViewApp:
             Route("/static/{name}", self._file),
             Route("/api/{name}", self._answer),
         ]
-        handlers: Any = {
+        handlers = {
             CallError: _respond_to_bad_call,
             QuadrigaError: _respond_to_failure,
             OSError: _respond_to_failure,
@@ -60,12 +59,9 @@ class ViewApp:
         }
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
-    def _require(self, request: Request, token: str) -> None:
-        require_caller(request.scope, request.headers, token, self._hosts)
-
     async def _file(self, request: Request) -> Response:
         # The files hold no data of runs, and a browser asks for most of them without the token.
-        self._require(request, "")
+        require_caller(request.scope, request.headers, "", self._hosts)
         name = request.path_params.get("name", "index.html")
         if name not in STATIC_FILES:
             raise CallError("address", got=name, expected="a file of the page", status=404)
@@ -73,7 +69,7 @@ class ViewApp:
         return Response(read_static(name), headers=HEADERS, media_type=media_type)
 
     async def _answer(self, request: Request) -> Response:
-        self._require(request, self._token)
+        require_caller(request.scope, request.headers, self._token, self._hosts)
         name = request.path_params["name"]
         # Files are read in a thread, so that a large one does not keep other requests waiting.
         body = await asyncio.to_thread(self._data.answer, name, request.query_params)

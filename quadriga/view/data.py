@@ -12,14 +12,15 @@ import numpy as np
 import pyarrow as pa
 
 from quadriga.errors import DataError
-from quadriga.observe.records import STEP, VALIDATION, TokenTable
+from quadriga.observe.records import STEP, VALIDATION
+from quadriga.trainer.settings import earlier_configurations
 from quadriga.view.health import judge_run
 from quadriga.view.images import row_images
 from quadriga.view.index import SCHEMA, RunIndex
 from quadriga.view.lanes import conversation_lanes, response_lanes
 from quadriga.view.ranks import rank_lanes
 from quadriga.view.rollouts import matching_rows, rollout_details, rollout_rows, round_values
-from quadriga.view.runs import Runs, ViewedRun
+from quadriga.view.runs import Answer, Runs, ViewedRun
 
 ANSWERS = (
     *("runs", "summary", "configuration", "metrics", "steps", "progress", "prompts", "health"),
@@ -30,7 +31,6 @@ MAX_PROMPTS = 1000
 """Largest number of prompts in the list of prompts."""
 
 Query = Mapping[str, str]
-Answer = dict[str, Any]
 
 
 class ViewData:
@@ -103,7 +103,7 @@ class ViewData:
         run = self._run(query)
         values, _ = run.configuration()
         earlier = {}
-        for step, path in run.earlier_configurations().items():
+        for step, path in earlier_configurations(run.directory).items():
             earlier[str(step)] = run.configuration(path)[0]
         return {"values": values, "earlier": earlier}
 
@@ -124,6 +124,7 @@ class ViewData:
         """
         run = self._run(query)
         index = self.index(run)
+        # Read first: if more steps are indexed meanwhile, the page asks again.
         answer = self.progress(query)
         for kind in (STEP, VALIDATION):
             steps = run.record.steps(kind)
@@ -147,25 +148,21 @@ class ViewData:
 
     def rollouts(self, query: Query) -> Answer:
         """Rollouts of a step without their tokens."""
-        run = self._run(query)
         step, kind = _parse_step(query)
-        rows = rollout_rows(run.record, step, kind, run.response_limit(), _token_table(run))
-        return {"rows": rows}
+        return {"rows": rollout_rows(self._run(query), step, kind)}
 
     def search(self, query: Query) -> Answer:
         """Rows of a step that contain a text."""
-        run = self._run(query)
         step, kind = _parse_step(query)
-        text = query.get("text", "")
-        return {"places": matching_rows(run.record, step, kind, text, _token_table(run))}
+        places = matching_rows(self._run(query), step, kind, query.get("text", ""))
+        return {"places": places}
 
     def rollout(self, query: Query) -> Answer:
         """A rollout with its tokens."""
-        run = self._run(query)
         step, kind = _parse_step(query)
         place = _parse_integer(query, "place")
         start = max(0, _parse_integer(query, "start"))
-        return rollout_details(run.record, step, kind, place, _token_table(run), start)
+        return rollout_details(self._run(query), step, kind, place, start)
 
     def images(self, query: Query) -> Answer:
         """Images in the data row of a rollout."""
@@ -196,25 +193,25 @@ class ViewData:
         )
         table["text"] = frame.dropna(subset=["text"]).groupby("prompt")["text"].first()
 
-        is_repeated = table["seen"] > 1
         # The largest score is not known. A prompt that had the best mean score at once cannot
         # improve, and is no problem.
         best_of_all = table["best"].max()
+        is_repeated = table["seen"] > 1
         is_solved = table["first"] >= best_of_all
         table["is_repeated"] = is_repeated
         table["never_improves"] = is_repeated & (table["best"] <= table["first"]) & ~is_solved
         keys = ["never_improves", "best", "mean"]
         table = table.sort_values(keys, ascending=[False, True, True])
-        answer["num_prompts"] = len(table)
-        answer["num_never_improving"] = int(table["never_improves"].sum())
-
         # The curves of the shown prompts.
         shown = table.head(MAX_PROMPTS)
         points = by_step[by_step["prompt"].isin(shown.index)]
         curves = points.groupby("prompt").agg(curve=("score", list), steps=("step", list))
         records = shown.join(curves).reset_index().to_json(orient="records")
-        answer["prompts"] = json.loads(records)
-        return answer
+        return answer | {
+            "num_prompts": len(table),
+            "num_never_improving": int(table["never_improves"].sum()),
+            "prompts": json.loads(records),
+        }
 
     def health(self, query: Query) -> Answer:
         """Findings on a run's health, and problems of its files."""
@@ -222,9 +219,8 @@ class ViewData:
         run = self._run(query)
         steps = self.index(run).steps
         numbers = {step: entry.numbers for (kind, step), entry in steps.items() if kind == STEP}
-        answer["findings"] = judge_run(run.metrics(), numbers)
-        answer["problems"] = run.problems()
-        return answer
+        findings = judge_run(run.metrics(), numbers)
+        return {**answer, "findings": findings, "problems": run.problems()}
 
     def lanes(self, query: Query) -> Answer:
         """Timelines of the conversations of a step, or of its responses without traces."""
@@ -257,14 +253,6 @@ class ViewData:
     def run(self, name: str) -> ViewedRun:
         """A run by its name."""
         return self._runs.run(name)
-
-
-def _token_table(run: ViewedRun) -> TokenTable | None:
-    """Texts of the tokens; None if the run has none, or their file is damaged."""
-    try:
-        return run.record.tokens
-    except DataError:
-        return None
 
 
 def _parse_step(query: Query) -> tuple[int, str]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signs of a run that goes wrong: sentences, each with its metric and with advice."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from quadriga.view.ranks import RANK_SECONDS
+from quadriga.view.runs import Answer
 
 GOOD = "good"
 WARNING = "warning"
@@ -33,6 +35,8 @@ _RANK_ADVICE = (
 
 Verdict: TypeAlias = tuple[str, str]
 """State and sentence."""
+NumbersByStep: TypeAlias = Mapping[int, Mapping[str, float]]
+"""Numbers by name, for each step."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,14 @@ class Check:
     looks_at: str = "largest"
 
 
-def _mean_of_first(values: np.ndarray) -> float:
-    """Mean over the first steps, which an outlier among them does not change much."""
-    return float(values[:_WINDOW].mean())
-
-
-def _mean_of_last(values: np.ndarray) -> float:
-    """Mean over the last steps."""
-    return float(values[-_WINDOW:].mean())
+def _ends(values: np.ndarray) -> tuple[float, float]:
+    """Means over the first and the last steps, which an outlier among them does not change much."""
+    return float(values[:_WINDOW].mean()), float(values[-_WINDOW:].mean())
 
 
 def _judge_reward(values: np.ndarray) -> Verdict:
     """Judge the mean score of each step: zeros, a constant, a decrease."""
-    first = _mean_of_first(values)
-    last = _mean_of_last(values)
+    first, last = _ends(values)
     change = f"The mean score went from {first:.3g} to {last:.3g}"
     if not values.any():
         return BAD, "Every score of every step is 0: there is nothing to learn from."
@@ -84,8 +82,7 @@ def _judge_reward(values: np.ndarray) -> Verdict:
 
 def _judge_entropy(values: np.ndarray) -> Verdict:
     """Judge the entropy of the policy: collapse, fast decrease, growth."""
-    first = _mean_of_first(values)
-    last = _mean_of_last(values)
+    first, last = _ends(values)
     change = f"The entropy went from {first:.3g} to {last:.3g} nats per token"
     if last < 0.02 or last < 0.1 * first:
         return BAD, f"{change}: the policy has collapsed to nearly one response per prompt."
@@ -108,19 +105,23 @@ def _make_share_judge(
     """
 
     def judge(values: np.ndarray) -> Verdict:
-        share = _mean_of_last(values)
+        _, share = _ends(values)
         sentence = f"{subject}: {share:.1%} over the last {len(values[-_WINDOW:])} steps."
-        if share > bad_above:
-            return BAD, sentence
-        return (WARNING if share > warns_above else GOOD), sentence
+        return _state_above(share, warns_above, bad_above), sentence
 
     return judge
 
 
+def _state_above(value: float, warns_above: float, bad_above: float) -> str:
+    """State of a value that is good if it is small."""
+    if value > bad_above:
+        return BAD
+    return WARNING if value > warns_above else GOOD
+
+
 def _judge_mismatch(values: np.ndarray) -> Verdict:
     """Judge the mean difference of log-probs between rollout and trainer."""
-    first = _mean_of_first(values)
-    last = _mean_of_last(values)
+    first, last = _ends(values)
     change = f"Rollout and trainer differ by {last:.2g} nats per token, at first by {first:.2g}"
     if last > 0.1:
         return BAD, f"{change}: importance ratios are far from 1."
@@ -131,11 +132,9 @@ def _judge_mismatch(values: np.ndarray) -> Verdict:
 
 def _judge_unequal_work(values: np.ndarray) -> Verdict:
     """Judge the largest work of a rank, relative to the mean."""
-    last = _mean_of_last(values)
+    _, last = _ends(values)
     sentence = f"The rank with the most work has {last:.2f} times the mean of all ranks."
-    if last > 2:
-        return BAD, sentence
-    return (WARNING if last > 1.25 else GOOD), sentence
+    return _state_above(last, warns_above=1.25, bad_above=2), sentence
 
 
 def _judge_gradient(values: np.ndarray) -> Verdict:
@@ -219,9 +218,7 @@ CHECKS = (
 )
 
 
-def judge_run(
-    metrics: Mapping[int, Mapping[str, float]], rows: Mapping[int, Mapping[str, float]]
-) -> list[dict[str, Any]]:
+def judge_run(metrics: NumbersByStep, rows: NumbersByStep) -> list[Answer]:
     """Judge a run.
 
     Args:
@@ -235,38 +232,37 @@ def judge_run(
     findings = []
     for check in CHECKS:
         curve = _curve(check.metric, metrics, rows)
-        finding: dict[str, Any] = {
-            "title": check.title,
-            "metric": check.metric,
-            "advice": check.advice,
-            "step": None,
-        }
+        state = UNKNOWN
+        sentence = f"The run has no {check.metric}."
+        step = None
         if curve:
-            values = np.array(list(curve.values()))
-            finding["state"], finding["sentence"] = check.judge(values)
-            steps = {
-                "last": max(curve),
-                "largest": max(curve, key=curve.__getitem__),
-                "smallest": min(curve, key=curve.__getitem__),
+            state, sentence = check.judge(np.array(list(curve.values())))
+            step = max(curve)
+            if check.looks_at == "largest":
+                step = max(curve, key=curve.__getitem__)
+            elif check.looks_at == "smallest":
+                step = min(curve, key=curve.__getitem__)
+        findings.append(
+            {
+                "title": check.title,
+                "state": state,
+                "sentence": sentence,
+                "metric": check.metric,
+                "advice": check.advice,
+                "step": step,
             }
-            finding["step"] = steps[check.looks_at]
-        else:
-            finding["state"] = UNKNOWN
-            finding["sentence"] = f"The run has no {check.metric}."
-        findings.append(finding)
+        )
     findings += _find_slow_ranks(metrics, rows)
     order = (BAD, WARNING, GOOD, UNKNOWN)
     return sorted(findings, key=lambda finding: order.index(finding["state"]))
 
 
-def _find_slow_ranks(
-    metrics: Mapping[int, Mapping[str, float]], rows: Mapping[int, Mapping[str, float]]
-) -> list[dict[str, Any]]:
+def _find_slow_ranks(metrics: NumbersByStep, rows: NumbersByStep) -> list[Answer]:
     """Findings on ranks that are slower than the others of their role in most steps."""
-    names_by_role: dict[str, list[str]] = {}
-    for name in sorted({name for numbers in rows.values() for name in numbers}):
+    names_by_role = defaultdict(list)
+    for name in sorted(set().union(*rows.values())):
         if name.startswith(RANK_SECONDS):
-            names_by_role.setdefault(name.rpartition("/")[0], []).append(name)
+            names_by_role[name.rpartition("/")[0]].append(name)
 
     findings = []
     for role, names in names_by_role.items():
@@ -305,12 +301,13 @@ def _find_slow_ranks(
 
 def _curve(
     name: str,
-    metrics: Mapping[int, Mapping[str, float]],
-    rows: Mapping[int, Mapping[str, float]],
+    metrics: NumbersByStep,
+    rows: NumbersByStep,
 ) -> dict[int, float]:
     """Finite values of a metric by step. `rows/NAME` is a number of the index for each group."""
     curve = {}
     if name.startswith("rows/"):
+        # A share of the groups, so that steps with different numbers of groups compare.
         for step, numbers in sorted(rows.items()):
             if numbers.get("groups"):
                 curve[step] = numbers[name.removeprefix("rows/")] / numbers["groups"]

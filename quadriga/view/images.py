@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quadriga.errors import DataError
-from quadriga.view.runs import ViewedRun
+from quadriga.view.runs import Answer, ViewedRun
 
 MAX_BYTES = 4_000_000
 """Largest image file that is shown."""
@@ -19,7 +19,7 @@ _FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF":
 """Image types that browsers show, by the first bytes of a file."""
 
 
-def row_images(run: ViewedRun, step: int, kind: str, place: int) -> dict[str, Any]:
+def row_images(run: ViewedRun, step: int, kind: str, place: int) -> Answer:
     """Images in the data row of a rollout.
 
     Args:
@@ -72,6 +72,7 @@ def _data_url(entry: Any, folder: Path) -> str:
         content = path.read_bytes()
     if not isinstance(content, bytes) or len(content) > MAX_BYTES:
         return ""
+    # A row may name any file, and only images must reach the page.
     for begin, name in _FORMATS.items():
         if content.startswith(begin):
             return f"data:image/{name};base64,{base64.b64encode(content).decode()}"

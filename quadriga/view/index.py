@@ -30,12 +30,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quadriga.background import in_background
+from quadriga.data.files import written_aside
 from quadriga.errors import DataError
 from quadriga.observe.records import STEP, VALIDATION, TokenTable
 from quadriga.view.ranks import computed_seconds
-from quadriga.view.runs import ViewedRun, describe_error, stamp_of
+from quadriga.view.runs import ViewedRun, describe_error, nested_values, stamp_of
 
-_VERSION = 2
+_VERSION = 3
 _METADATA = b"quadriga_view"
 _READ_COLUMNS = (
     *("uid", "source_row", "agent", "data_source", "score", "reward", "finish_reason"),
@@ -44,9 +45,7 @@ _READ_COLUMNS = (
 )
 SCHEMA = pa.schema(
     [
-        ("kind", pa.string()),
         ("step", pa.int32()),
-        ("place", pa.int32()),  # number of the rollout in the file of the step
         ("prompt", pa.string()),  # see `prompt_names`
         ("score", pa.float32()),
         ("text", pa.string()),  # end of the prompt; null but in the first row of a prompt
@@ -150,24 +149,17 @@ class RunIndex:
             self._is_loaded = True
         # A changed file keeps its old entry until it is read.
         self.steps = {key: self.steps[key] for key in stamps if key in self.steps}
-        outdated_keys = []
-        for key, stamp in stamps.items():
-            if key not in self.steps or self.steps[key].stamp != stamp:
-                outdated_keys.append(key)
-
+        indexed = {key: entry.stamp for key, entry in self.steps.items()}
+        outdated_keys = [key for key in stamps if indexed.get(key) != stamps[key]]
         limit = self.run.response_limit()
-        try:
-            tokens = self.run.record.tokens
-        except DataError:
-            # Texts are left out; the run's problems say so.
-            tokens = None
+        tokens = self.run.tokens()
         # People look at the newest steps first.
         for kind, step in sorted(outdated_keys, key=lambda key: -key[1]):
             self._is_quiet.wait(_PATIENCE_S)
             entry = IndexedStep(stamps[kind, step])
             try:
                 record = self.run.record.read(step, kind, _READ_COLUMNS)
-                entry.rows = _index_rows(record.rows, kind, step, tokens)
+                entry.rows = _index_rows(record.rows, step, tokens)
                 reasons = record.rows["not_computed"].drop_null().to_pylist()
                 entry.reasons = dict(Counter(reasons))
                 entry.numbers = _step_numbers(record.rows, limit)
@@ -225,6 +217,12 @@ def has_values(column: pa.ChunkedArray) -> bool:
     return column.null_count < len(column)
 
 
+def trained_column(rows: pa.Table) -> pa.ChunkedArray:
+    """Whether the update learned from each token: generated tokens, unless some were rejected."""
+    trained = rows["trained_mask"]
+    return trained if has_values(trained) else rows["response_mask"]
+
+
 def prompt_names(rows: pa.Table) -> list[str]:
     """Name of each row's prompt, the same in all steps: its data row, or the uid if unknown."""
     return pc.coalesce(rows["source_row"], rows["uid"]).to_pylist()
@@ -244,11 +242,10 @@ def truncated_rows(rows: pa.Table, limit: int) -> np.ndarray:
     return is_named | (is_at_limit & reasons.is_null().to_numpy())
 
 
-def _index_rows(rows: pa.Table, kind: str, step: int, tokens: TokenTable | None) -> pa.Table:
+def _index_rows(rows: pa.Table, step: int, tokens: TokenTable | None) -> pa.Table:
     """Make the rows of the index, with the columns of `SCHEMA`, from the rows of a step."""
-    num_rows = len(rows)
     prompts = prompt_names(rows)
-    texts: list[str | None] = [None] * num_rows
+    texts = [None] * len(rows)
     seen_prompts = set()
     for place, prompt in enumerate(prompts):
         if prompt in seen_prompts:
@@ -259,12 +256,10 @@ def _index_rows(rows: pa.Table, kind: str, step: int, tokens: TokenTable | None)
         texts[place] = preview(ids, tokens)
     return pa.table(
         {
-            "kind": pa.array([kind] * num_rows, pa.string()),
-            "step": np.full(num_rows, step, np.int32),
-            "place": np.arange(num_rows, dtype=np.int32),
-            "prompt": pa.array(prompts, pa.string()),
+            "step": [step] * len(rows),
+            "prompt": prompts,
             "score": rows["score"],
-            "text": pa.array(texts, pa.string()),
+            "text": texts,
         },
         schema=SCHEMA,
     )
@@ -284,7 +279,6 @@ def _step_numbers(rows: pa.Table, limit: int) -> dict[str, float]:
     # Groups whose responses all have one score, which give no gradient.
     has_no_spread = [len(scores) > 1 and len(set(scores)) == 1 for scores in groups.values()]
     lengths = row_lengths(rows["response_mask"])
-    trained = rows["trained_mask"] if has_values(rows["trained_mask"]) else rows["response_mask"]
     num_generated = float(row_sums(rows["response_mask"]).sum())
     numbers = {
         "rollouts": num_rows,
@@ -295,7 +289,7 @@ def _step_numbers(rows: pa.Table, limit: int) -> dict[str, float]:
         "truncated": int(truncated_rows(rows, limit).sum()),
         "not_computed": num_rows - rows["not_computed"].null_count,
         "generated_tokens": num_generated,
-        "rejected_tokens": num_generated - float(row_sums(trained).sum()),
+        "rejected_tokens": num_generated - float(row_sums(trained_column(rows)).sum()),
         "length": float(lengths.mean()) if num_rows else 0.0,
     }
     staleness = flat_values(rows["token_staleness"])
@@ -345,14 +339,12 @@ def _add_means(numbers: dict[str, float], rows: pa.Table) -> None:
         numbers[name] = float(np.mean(entries))
 
 
-def number_leaves(value: Any, prefix: str = "") -> list[tuple[str, float]]:
+def number_leaves(value: Any) -> list[tuple[str, float]]:
     """Numbers and booleans in nested dictionaries, with dotted names. Lists are left out."""
-    if isinstance(value, bool | int | float):
-        return [(prefix, float(value))] if prefix else []
     leaves = []
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            leaves += number_leaves(inner, f"{prefix}.{name}" if prefix else name)
+    for name, leaf in nested_values(value):
+        if name and isinstance(leaf, bool | int | float):
+            leaves.append((name, float(leaf)))
     return leaves
 
 
@@ -367,7 +359,7 @@ def _load(path: Path) -> dict[tuple[str, int], IndexedStep]:
         start = 0
         # In the order in which `_save` writes them.
         for kind, step, stamp, numbers, reasons, problem, num_rows in facts["steps"]:
-            entry = IndexedStep((stamp[0], stamp[1]), numbers, reasons, problem)
+            entry = IndexedStep(tuple(stamp), numbers, reasons, problem)
             entry.rows = table.slice(start, num_rows).replace_schema_metadata()
             start += num_rows
             steps[kind, step] = entry
@@ -387,12 +379,6 @@ def _save(path: Path, steps: dict[tuple[str, int], IndexedStep]) -> None:
         )
     table = pa.concat_tables([SCHEMA.empty_table(), *(entry.rows for entry in steps.values())])
     metadata = {_METADATA: json.dumps({"version": _VERSION, "steps": facts}).encode()}
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    # Otherwise the index in memory serves, and the next start builds it again.
+    with suppress(DataError), written_aside(path, where="cache of the indexes") as draft:
         pq.write_table(table.replace_schema_metadata(metadata), draft, compression="zstd")
-        draft.replace(path)
-    except OSError:
-        # The index in memory serves; the next start builds it again.
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)

@@ -3,10 +3,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from quadriga.protocol.times import TIME_COLUMNS
-from quadriga.view.runs import ViewedRun
+from quadriga.view.runs import Answer, ViewedRun
 
 MAX_LANES = 600
 """Largest number of conversations or responses of a step that are read."""
@@ -14,7 +13,7 @@ _LIFE_COLUMNS = (*TIME_COLUMNS, "uid", "score", "token_versions")
 TRACE_KEY = "actor_rollout_ref.rollout.trace_dir"
 
 
-def response_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
+def response_lanes(run: ViewedRun, step: int) -> Answer:
     """Lanes of the responses of a step, from the times in its record.
 
     Args:
@@ -51,7 +50,7 @@ def response_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
     return {"lanes": lanes, "note": note}
 
 
-def conversation_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
+def conversation_lanes(run: ViewedRun, step: int) -> Answer:
     """Lanes of the conversations of a step.
 
     Args:
@@ -67,7 +66,7 @@ def conversation_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
         # The page shows this note only if `response_lanes` has none either.
         note = f"No lives of rollouts are recorded. {TRACE_KEY} does that for agent loops."
         return {"lanes": [], "note": note}
-    lanes: list[dict[str, Any]] = []
+    lanes = []
     note = ""
     for path in sorted(folder.glob(f"{step:06d}.*.jsonl")):
         if ".validate." in path.name:
@@ -102,7 +101,7 @@ def _trace_folder(run: ViewedRun) -> Path | None:
     return None
 
 
-def _lane(trace: dict[str, Any], process: str) -> dict[str, Any]:
+def _lane(trace: Answer, process: str) -> Answer:
     """Lane of a conversation, from its line in a trace file."""
     turns = []
     for turn in trace["turns"]:

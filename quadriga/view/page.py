@@ -2,13 +2,13 @@
 """Files of the page, and its export as one file with the data of some runs."""
 
 import base64
-import errno
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from quadriga.data.files import written_aside
 from quadriga.errors import DataError
 from quadriga.observe.records import STEP, VALIDATION
 from quadriga.view.data import ViewData
@@ -74,12 +74,13 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
         raise DataError(f"--export {path}", got=got, expected="a file in a folder that exists")
 
     # Collect answers, the most important first, until the file is full.
-    answers: dict[str, str] = {}
+    answers = {}
     notes = []
     overhead = sum(len(read_static(name)) for name in STATIC_FILES)
     num_free_bytes = MAX_EXPORT_BYTES - overhead - _RESERVED_BYTES
     num_left_out = 0
-    for name, query in _queries(data, steps):
+    step_queries = _step_queries(data, steps)
+    for name, query in _queries(data, step_queries):
         if num_free_bytes < _MIN_FREE_BYTES:
             num_left_out += 1
             continue
@@ -104,23 +105,14 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
             f"{num_left_out:,} answers did not fit into {MAX_EXPORT_BYTES // 10**6} MB and were "
             "left out, most of them tokens of rollouts; --steps chooses fewer steps."
         )
-    notes.append(_steps_note(data, steps))
+    num_written = sum(query["kind"] == STEP for query in step_queries)
+    num_recorded = sum(len(data.run(name).record.steps()) for name in data.names())
+    notes.append(f"Rollouts of {num_written} of {num_recorded} recorded steps are in this file.")
     entries = [f"{_escape_for_script(json.dumps(key))}:{text}" for key, text in answers.items()]
     shown_notes = _escape_for_script(json.dumps(notes[:50]))
     embedded = f'{{"notes":{shown_notes},"answers":{{{",".join(entries)}}}}}'
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
+    with written_aside(path, where="--export") as draft:
         draft.write_text(_embed_page(embedded), encoding="utf-8")
-        os.replace(draft, path)
-    except OSError as error:
-        if draft.exists():
-            draft.unlink()
-        raise DataError(
-            str(path),
-            got=error.strerror or str(error),
-            expected="a file that can be written",
-            fix="Free space." if error.errno == errno.ENOSPC else "Name another file.",
-        ) from error
     return notes
 
 
@@ -129,32 +121,17 @@ def _escape_for_script(text: str) -> str:
     return text.replace("<", "\\u003c")
 
 
-def _select_steps(recorded_steps: Sequence[int], steps: Sequence[int] | None) -> list[int]:
-    """Recorded steps that are exported: those in `steps`, or `default_steps` if it is None."""
-    if steps is None:
-        return default_steps(recorded_steps)
-    return sorted({*steps} & {*recorded_steps})
-
-
-def _steps_note(data: ViewData, steps: Sequence[int] | None) -> str:
-    """Sentence on the number of exported training steps."""
-    num_recorded = 0
-    num_written = 0
-    for name in data.names():
-        recorded_steps = data.run(name).record.steps()
-        num_recorded += len(recorded_steps)
-        num_written += len(_select_steps(recorded_steps, steps))
-    return f"Rollouts of {num_written} of {num_recorded} recorded steps are in this file."
-
-
-def _queries(data: ViewData, steps: Sequence[int] | None) -> Iterator[tuple[str, dict[str, str]]]:
+def _queries(
+    data: ViewData, step_queries: Sequence[dict[str, str]]
+) -> Iterator[tuple[str, dict[str, str]]]:
     """Requests whose answers the exported page holds, the most important first.
 
-    Returns:
-        Name and query of each request, see `ViewData.answer`.
+    Args:
+        data: answers to the page.
+        step_queries: queries that name the steps whose rollouts are exported.
 
-    Raises:
-        DataError: no run has one of the steps.
+    Yields:
+        Name and query of each request, see `ViewData.answer`.
     """
     names = data.names()
     for name in names:
@@ -163,7 +140,6 @@ def _queries(data: ViewData, steps: Sequence[int] | None) -> Iterator[tuple[str,
     for request in ("summary", "configuration", "metrics", "steps", "health", "prompts"):
         for name in names:
             yield request, {"run": name}
-    step_queries = _step_queries(data, steps)
     for query in step_queries:
         yield "rollouts", query
         if query["kind"] == STEP:
@@ -195,16 +171,19 @@ def _step_queries(data: ViewData, steps: Sequence[int] | None) -> list[dict[str,
     queries = []
     for name in data.names():
         for kind in _KINDS:
-            for step in _select_steps(data.run(name).record.steps(kind), steps):
+            # A run need not have all of the steps that the user names.
+            recorded_steps = data.run(name).record.steps(kind)
+            exported_steps = default_steps(recorded_steps)
+            if steps is not None:
+                exported_steps = sorted({*steps} & {*recorded_steps})
+            for step in exported_steps:
                 queries.append({"run": name, "kind": kind, "step": str(step)})
     if steps and not queries:
         records = [data.run(name).record for name in data.names()]
         recorded = {step for record in records for kind in _KINDS for step in record.steps(kind)}
-        expected = (
-            f"recorded steps: {_describe_steps(sorted(recorded))}"
-            if recorded
-            else "recorded rollouts"
-        )
+        expected = "recorded rollouts"
+        if recorded:
+            expected = f"recorded steps: {_describe_steps(sorted(recorded))}"
         raise DataError("--steps", got=_describe_steps(steps), expected=expected)
     return queries
 
@@ -220,7 +199,7 @@ def _embed_page(embedded: str) -> str:
     """The page with its scripts, styles and data inside, and a policy that allows nothing else."""
     page = read_static("index.html").decode()
     # The policy names the scripts and styles by their hashes.
-    hashes: dict[str, list[str]] = {"script": [], "style": []}
+    hashes = {"script": [], "style": []}
     for kind, names in (("style", STYLES), ("script", SCRIPTS)):
         for name in names:
             text = read_static(name).decode()

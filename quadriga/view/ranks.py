@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quadriga.observe.records import read_facts
-from quadriga.view.runs import ViewedRun
+from quadriga.view.runs import Answer, ViewedRun
 
 RANK_SECONDS = "rank_s/"
 """Prefix of the numbers `rank_s/ROLE/RANK` of the index: seconds that a rank computed."""
@@ -19,7 +19,7 @@ _COMPUTING = ("compute_", "generate_", "update_")
 """Beginnings of the names of methods in which ranks are compared."""
 
 
-def rank_lanes(run: ViewedRun, step: int) -> dict[str, Any]:
+def rank_lanes(run: ViewedRun, step: int) -> Answer:
     """Lanes of the ranks of a step.
 
     Args:
@@ -64,7 +64,7 @@ def computed_seconds(facts: Mapping[str, Any]) -> dict[str, float]:
     Args:
         facts: facts of the step's file.
     """
-    totals: defaultdict[str, float] = defaultdict(float)
+    totals = defaultdict(float)
     for name, calls in facts.get("calls", {}).items():
         role, _, method = name.rpartition(".")
         if method.startswith(_COMPUTING):

@@ -22,9 +22,10 @@ from quadriga.view.index import (
     row_lengths,
     row_sums,
     text_of,
+    trained_column,
     truncated_rows,
 )
-from quadriga.view.runs import stamp_of
+from quadriga.view.runs import Answer, ViewedRun, stamp_of
 
 MAX_TOKENS = 20_000
 """Tokens of a response that are sent at once. The page asks for more as it needs them."""
@@ -35,14 +36,13 @@ _PREVIEW_CHARACTERS = 240
 _ERROR_CHARACTERS = 600
 _PLAIN_COLUMNS = (
     *("rollout_id", "uid", "agent", "source_row", "data_source", "score", "reward"),
-    *("reward_baseline", "reward_error", "finish_reason", "num_turns", "not_computed"),
-    *("image_hash", "row_index", "position"),
+    *("reward_baseline", "reward_error", "finish_reason", "not_computed", "image_hash"),
 )
 _LIST_COLUMNS = (
     *("prompt_ids", "response_ids", "response_mask", "trained_mask", "rollout_log_probs"),
-    *("log_probs", "entropies", "advantages", "token_versions", "token_staleness"),
+    *("log_probs", "entropies", "advantages", "token_staleness"),
 )
-_JSON_COLUMNS = (*("turn_spans", "tool_rewards", "turn_scores", "messages", "reward_parts", "row"),)
+_JSON_COLUMNS = ("turn_spans", "tool_rewards", "turn_scores", "messages", "reward_parts", "row")
 _TOKEN_COLUMNS = [
     column.name
     for column in COLUMNS.values()
@@ -50,17 +50,13 @@ _TOKEN_COLUMNS = [
 ]
 
 
-def rollout_rows(
-    record: RecordFolder, step: int, kind: str, limit: int, tokens: TokenTable | None
-) -> list[dict[str, Any]]:
+def rollout_rows(run: ViewedRun, step: int, kind: str) -> list[Answer]:
     """Read the rollouts of a step without their tokens.
 
     Args:
-        record: the record of a run.
+        run: the run.
         step: the step.
         kind: `STEP` or `VALIDATION`.
-        limit: longest response in tokens; 0 if it is not known.
-        tokens: texts of the tokens. None: ids are shown.
 
     Returns:
         For each rollout its plain columns, lengths, means over its tokens, the end of its prompt,
@@ -70,41 +66,42 @@ def rollout_rows(
         DataError: the step is not recorded, or its file is damaged.
     """
     columns = [*_PLAIN_COLUMNS, *_LIST_COLUMNS, "reward_parts", "row"]
-    rows = record.read(step, kind, columns).rows
+    rows = run.record.read(step, kind, columns).rows
+    tokens = run.tokens()
     num_tokens = row_lengths(rows["response_mask"])
     prompts = prompt_names(rows)
-    truncated = truncated_rows(rows, limit).tolist()
-    numbers = {
+    columns_of_page = {
+        "place": range(len(rows)),
+        "prompt": prompts,
+        "truncated": truncated_rows(rows, run.response_limit()).tolist(),
         "length": num_tokens.tolist(),
-        "prompt_length": row_lengths(rows["prompt_ids"]).tolist(),
         **_token_means(rows, num_tokens),
     }
     # Responses to a prompt share its text and its data row.
-    previews: dict[str, str] = {}
-    truths: dict[str | None, Any] = {}
+    previews = {}
+    truths = {}
     plain_rows = rows.select([*_PLAIN_COLUMNS, "reward_parts", "row"]).to_pylist()
     for place, row in enumerate(plain_rows):
-        parts = json.loads(row.pop("reward_parts") or "{}")
-        for name, values in numbers.items():
-            row[name] = values[place]
-        row["place"] = place
-        row["prompt"] = prompts[place]
-        row["truncated"] = truncated[place]
-        row["parts"] = dict(number_leaves(parts))
-        # The end of a traceback names the error.
-        row["reward_error"] = (row["reward_error"] or "")[-_ERROR_CHARACTERS:]
-        if prompts[place] not in previews:
+        prompt = prompts[place]
+        if prompt not in previews:
             # Special tokens are not shown, so more are read than for the response.
             prompt_ids = rows["prompt_ids"][place].values[-2 * _PREVIEW_TOKENS :].to_pylist()
-            previews[prompts[place]] = preview(prompt_ids, tokens)
+            previews[prompt] = preview(prompt_ids, tokens)
         data_row = row.pop("row")
         if data_row not in truths:
             reward_model = json.loads(data_row or "{}").get("reward_model") or {}
             truths[data_row] = shorten(reward_model.get("ground_truth"))
-        row["truth"] = truths[data_row]
-        row["prompt_text"] = previews[prompts[place]]
         response_ids = rows["response_ids"][place].values[:_PREVIEW_TOKENS].to_pylist()
-        row["text"] = text_of(response_ids, tokens)[:_PREVIEW_CHARACTERS]
+        for name, values in columns_of_page.items():
+            row[name] = values[place]
+        row |= {
+            "parts": dict(number_leaves(json.loads(row.pop("reward_parts") or "{}"))),
+            # The end of a traceback names the error.
+            "reward_error": (row["reward_error"] or "")[-_ERROR_CHARACTERS:],
+            "truth": truths[data_row],
+            "prompt_text": previews[prompt],
+            "text": text_of(response_ids, tokens)[:_PREVIEW_CHARACTERS],
+        }
     return plain_rows
 
 
@@ -122,12 +119,9 @@ def _token_means(rows: pa.Table, num_tokens: np.ndarray) -> dict[str, list[float
     mask = flat_values(rows["response_mask"])
     num_generated = row_sums(rows["response_mask"])
     divisor = np.maximum(num_generated, 1)
-    means: dict[str, np.ndarray] = {"generated": num_generated}
-    trained = rows["trained_mask"] if has_values(rows["trained_mask"]) else rows["response_mask"]
-    means["trained"] = row_sums(trained)
-    for name, column in (("advantage", "advantages"), ("rollout_log_prob", "rollout_log_probs")):
-        if rows[column].null_count == 0:
-            means[name] = row_sums(rows[column], mask) / divisor
+    means = {"generated": num_generated, "trained": row_sums(trained_column(rows))}
+    if rows["advantages"].null_count == 0:
+        means["advantage"] = row_sums(rows["advantages"], mask) / divisor
     # Rows that the update did not compute have no values of the trainer. `flat_values` leaves out
     # their tokens, which `is_known_token` selects from columns that have all rows.
     is_known = ~rows["log_probs"].is_null().to_numpy()
@@ -167,19 +161,17 @@ def round_values(values: np.ndarray) -> list[float | None]:
     return result.tolist()
 
 
-def matching_rows(
-    record: RecordFolder, step: int, kind: str, text: str, tokens: TokenTable | None
-) -> list[int]:
+def matching_rows(run: ViewedRun, step: int, kind: str, text: str) -> list[int]:
     """Find the rollouts of a step that contain a text, whatever its case is.
 
-    Prompts, responses, messages, data rows and errors of graders are searched.
+    Prompts, responses, messages, data rows and errors of graders are searched; without a table of
+    tokens, prompts and responses are not.
 
     Args:
-        record: the record of a run.
+        run: the run.
         step: the step.
         kind: `STEP` or `VALIDATION`.
         text: the text.
-        tokens: texts of the tokens. None: prompts and responses are not searched.
 
     Returns:
         Numbers of the rollouts in the file of the step.
@@ -189,10 +181,12 @@ def matching_rows(
     """
     text_columns = ("messages", "row", "reward_error")
     id_columns = ("prompt_ids", "response_ids")
-    rows = record.read(step, kind, [*id_columns, *text_columns]).rows
+    rows = run.record.read(step, kind, [*id_columns, *text_columns]).rows
+    tokens = run.tokens()
     text = text.casefold()
     places = []
     for place in range(len(rows)):
+        # One row at a time, since the texts of a step may be large.
         texts = [rows[name][place].as_py() or "" for name in text_columns]
         if tokens is not None:
             texts += [tokens.decode(rows[name][place].as_py()) for name in id_columns]
@@ -201,22 +195,14 @@ def matching_rows(
     return places
 
 
-def rollout_details(
-    record: RecordFolder,
-    step: int,
-    kind: str,
-    place: int,
-    tokens: TokenTable | None,
-    start: int = 0,
-) -> dict[str, Any]:
+def rollout_details(run: ViewedRun, step: int, kind: str, place: int, start: int = 0) -> Answer:
     """Read a rollout with its tokens and their numbers.
 
     Args:
-        record: the record of a run.
+        run: the run.
         step: the step.
         kind: `STEP` or `VALIDATION`.
         place: number of the rollout in the file of the step.
-        tokens: texts of the tokens. None: ids are shown.
         start: first token of the response that is sent. At most `MAX_TOKENS` are.
 
     Returns:
@@ -227,14 +213,13 @@ def rollout_details(
     Raises:
         DataError: the step is not recorded, its file is damaged, or it has no such row.
     """
-    path = record.path(step, kind)
+    path = run.record.path(step, kind)
     stamp = stamp_of(path) if path.is_file() else None
-    rows = _detail_rows(record, step, kind, stamp)
+    rows = _detail_rows(run.record, step, kind, stamp)
     if not 0 <= place < len(rows):
-        got = f"row {place} of {len(rows)}"
-        raise DataError(str(path), got=got, expected="a row of the step")
+        raise DataError(str(path), got=f"row {place} of {len(rows)}", expected="a row of the step")
     row = rows.slice(place, 1)
-    details: dict[str, Any] = row.select(_PLAIN_COLUMNS).to_pylist()[0]
+    details = row.select(_PLAIN_COLUMNS).to_pylist()[0]
     details["reward_error"] = (details["reward_error"] or "")[:MAX_TEXT]
     for name in _JSON_COLUMNS:
         text = row[name][0].as_py()
@@ -245,23 +230,24 @@ def rollout_details(
             details[name] = None if text is None else json.loads(text)
     prompt_ids = row["prompt_ids"][0].values
     response_ids = row["response_ids"][0].values
+    tokens = run.tokens()
     # The end of a long prompt: the response goes on from there.
     prompt_start = max(0, len(prompt_ids) - MAX_TOKENS)
-    shown_prompt = prompt_ids[prompt_start:].to_pylist()
-    shown_response = response_ids[start : start + MAX_TOKENS].to_pylist()
-    details["prompt_start"] = prompt_start
-    details["prompt"] = _token_texts(shown_prompt, tokens)
-    details["start"] = start
-    details["length"] = len(response_ids)
-    details["response"] = _token_texts(shown_response, tokens)
-    columns: dict[str, Any] = {}
+    columns = {}
     for name in _TOKEN_COLUMNS:
         values = row[name][0]
         if values.is_valid:
             numbers = np.asarray(values.values[start : start + MAX_TOKENS].to_numpy(False))
             columns[name] = round_values(numbers.astype(np.float64))
-    details["columns"] = columns
-    details["turns"] = _turn_numbers(row, details["turn_spans"] or [])
+    details |= {
+        "prompt_start": prompt_start,
+        "prompt": _token_texts(prompt_ids[prompt_start:].to_pylist(), tokens),
+        "start": start,
+        "length": len(response_ids),
+        "response": _token_texts(response_ids[start : start + MAX_TOKENS].to_pylist(), tokens),
+        "columns": columns,
+        "turns": _turn_numbers(row, details["turn_spans"] or []),
+    }
     return details
 
 
@@ -278,7 +264,7 @@ def _detail_rows(
     return record.read(step, kind, names).rows
 
 
-def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any]:
+def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> Answer:
     """Texts of the tokens of a sequence, for a page that shows each token by itself.
 
     Args:
@@ -291,6 +277,7 @@ def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any
     """
     if tokens is None:
         return {"ids": ids, "texts": [f"⟨{number}⟩" for number in ids], "special": []}
+    # A character may consist of several tokens: the decoder keeps its first bytes until the last.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = []
     special_places = []
@@ -305,7 +292,7 @@ def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> dict[str, Any
     return {"ids": ids, "texts": texts, "special": special_places}
 
 
-def _turn_numbers(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+def _turn_numbers(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[Answer]:
     """Tokens of each turn of the model, with the sum of its scores and its mean advantage.
 
     Args:
@@ -314,7 +301,7 @@ def _turn_numbers(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[dict[st
     """
     turns = []
     for start, end in spans:
-        turn: dict[str, Any] = {"start": start, "end": end}
+        turn: Answer = {"start": start, "end": end}
         for name, column in (("score", "token_scores"), ("advantage", "advantages")):
             if row[column][0].is_valid and start < end:
                 values = row[column][0].values[start:end].to_numpy(False)

@@ -4,6 +4,7 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,17 @@ import yaml
 
 from quadriga.config.yaml_text import parse_yaml
 from quadriga.errors import DataError
-from quadriga.observe.records import STEP, VALIDATION, RecordFolder
+from quadriga.observe.records import STEP, VALIDATION, RecordFolder, TokenTable
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
 from quadriga.trainer.run_lock import LOCK, is_held
+from quadriga.trainer.settings import CONFIGURATION, earlier_configurations
 
-CONFIGURATION = "config.yaml"
 HEADLINES = ("critic/score/mean", "critic/rewards/mean", "train/loss", "actor/pg_loss")
 """Metrics that sum up a run; the first that it has is shown."""
 _STEPS = re.compile(r"^# steps (\d+) to (\d+)$", re.MULTILINE)
 """Line of a configuration file with the steps that it holds for."""
-_EARLIER = re.compile(r"config_from_step_(\d+)\.yaml")
+Answer = dict[str, Any]
+"""A JSON object for the page."""
 _MAX_DEPTH = 4
 """Depth at which runs are looked for below a folder."""
 _NUM_POINTS = 60
@@ -59,11 +61,12 @@ class ViewedRun:
             self._metrics_problem = (
                 f"There is no {METRICS_FILE}: trainer.logger is without jsonl, or no step is done."
             )
+        # The page goes on showing the metrics that were read before.
         except (OSError, DataError, TypeError, ValueError) as error:
             self._metrics_problem = describe_error(error)
         return self._metrics
 
-    def configuration(self, path: Path | None = None) -> tuple[dict[str, Any], int]:
+    def configuration(self, path: Path | None = None) -> tuple[Answer, int]:
         """Read one of the run's configurations.
 
         Args:
@@ -87,16 +90,14 @@ class ViewedRun:
                 str(path), got=describe_error(error), expected="a configuration"
             ) from error
         steps = _STEPS.search(text)
-        return dict(_leaves(sections)), int(steps[2]) if steps else 0
+        return dict(nested_values(sections)), int(steps[2]) if steps else 0
 
-    def earlier_configurations(self) -> dict[int, Path]:
-        """Configurations of earlier steps, by the step from which they held."""
-        paths = {}
-        for path in self.directory.glob("config_from_step_*.yaml"):
-            match = _EARLIER.fullmatch(path.name)
-            if match:
-                paths[int(match[1])] = path
-        return dict(sorted(paths.items()))
+    def tokens(self) -> TokenTable | None:
+        """Texts of the tokens; None if the run has none, or their file is damaged."""
+        try:
+            return self.record.tokens
+        except DataError:
+            return None
 
     def response_limit(self) -> int:
         """Longest response that the newest configuration allows, in tokens; 0 if not known."""
@@ -130,12 +131,12 @@ class ViewedRun:
             )
         elif not (self.record.folder / "tokens.parquet").is_file():
             problems.append("rollouts/tokens.parquet is missing: tokens are shown as their ids.")
-        superseded = [path.name for path in self.record.folder.glob("superseded_*")]
-        superseded += [path.name for path in self.directory.glob("metrics.*.jsonl")]
+        superseded = [*self.record.folder.glob("superseded_*")]
+        superseded += self.directory.glob("metrics.*.jsonl")
         if superseded:
-            names = ", ".join(sorted(superseded))
+            names = ", ".join(sorted(path.name for path in superseded))
             problems.append(f"Another run stood in this folder before; its files are in {names}.")
-        steps = [str(step) for step in self.earlier_configurations()]
+        steps = list(map(str, earlier_configurations(self.directory)))
         if steps:
             problems.append(
                 "The run was resumed with another configuration; earlier ones began at step "
@@ -143,17 +144,14 @@ class ViewedRun:
             )
         return problems
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Answer:
         """The run's row in the table of runs."""
         metrics = self.metrics()
-        problems = self.problems()
-        values: dict[str, Any] = {}
+        values = {}
         last_step = 0
-        try:
+        # `problems` has the error of a file that cannot be read.
+        with suppress(DataError):
             values, last_step = self.configuration()
-        except DataError:
-            # `problems` has the error.
-            values = {}
         done_step = max([0, *metrics, *self.record.steps()])
         state = "stopped"
         if is_held(self.directory):
@@ -161,7 +159,6 @@ class ViewedRun:
         elif last_step and done_step >= last_step:
             state = "finished"
         headline, curve = headline_curve(metrics)
-        seconds = sum(numbers.get("timing_s/step", 0.0) for numbers in metrics.values())
         return {
             "run": self.name,
             "state": state,
@@ -169,11 +166,11 @@ class ViewedRun:
             "last_step": last_step,
             "headline": headline,
             "curve": curve,
-            "seconds": seconds,
+            "seconds": sum(numbers.get("timing_s/step", 0.0) for numbers in metrics.values()),
             "changed": self._changed_at(),
             "model": values.get("actor_rollout_ref.model.path"),
             "estimator": values.get("algorithm.adv_estimator"),
-            "problems": problems,
+            "problems": self.problems(),
         }
 
     def _changed_at(self) -> float:
@@ -231,7 +228,7 @@ class Runs:
 
     def find(self) -> dict[str, ViewedRun]:
         """Look for runs. Return them by name."""
-        names: dict[str, ViewedRun] = {}
+        names = {}
         for root in self._roots:
             for directory in _run_folders(root, _MAX_DEPTH):
                 run = self._runs.get(directory)
@@ -279,13 +276,13 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
             yield from _run_folders(inner, depth - 1)
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def nested_values(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Values of nested sections, with their dotted keys."""
     if not isinstance(value, dict) or not value:
         yield prefix, value
         return
     for name, inner in value.items():
-        yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+        yield from nested_values(inner, f"{prefix}.{name}" if prefix else str(name))
 
 
 def stamp_of(path: Path) -> tuple[int, int]:

@@ -91,8 +91,9 @@ def meet(
     with waiting(f"all {size} processes of a weight sync, this one being {rank}"):
         if store is None:
             store = dist.TCPStore(address.host, address.port, None, False, MEETING_TIMEOUT)
-        headers_store = dist.PrefixStore("headers", store)
-        headers = dist.ProcessGroupGloo(headers_store, rank, size, MEETING_TIMEOUT)
+        headers = dist.ProcessGroupGloo(
+            dist.PrefixStore("headers", store), rank, size, MEETING_TIMEOUT
+        )
         headers._set_default_timeout(TIMEOUT)
         if device.type != "cuda":
             return headers, headers
@@ -122,7 +123,6 @@ class Channel:
         self._rank = rank
         self._device = device
         self._store = store
-        self._size = len(address.ranks) + 1
         self._headers: Any = None
         self._contents: Any = None
         # Memory of a receiver for all buckets of a publication.
@@ -165,8 +165,7 @@ class Channel:
         # Large enough for all buckets at once: if the buffer grew with each, views of the old one
         # could still exist, and both would need memory.
         if self._buffer is None or self._buffer.numel() < header["num_bytes"]:
-            room_bytes = header["room_bytes"]
-            self._buffer = torch.empty(room_bytes, dtype=torch.uint8, device=self._device)
+            self._buffer = torch.empty(header["room_bytes"], dtype=torch.uint8, device=self._device)
         content = self._buffer[: header["num_bytes"]]
         self._broadcast(content)
         return header, content
@@ -194,8 +193,9 @@ class Channel:
         """
         try:
             if self._headers is None:
-                groups = meet(self._address, self._rank, self._device, self._store)
-                self._headers, self._contents = groups
+                self._headers, self._contents = meet(
+                    self._address, self._rank, self._device, self._store
+                )
             yield
         except torch.OutOfMemoryError:
             # Although it is a RuntimeError, the connection did not cause it.
@@ -204,7 +204,8 @@ class Channel:
             # The others are waiting for this process, and get an error when its connections end.
             self.close()
             raise WeightSyncError(
-                f"weight sync by broadcast, process {self._rank} of {self._size} in {activity}",
+                f"weight sync by broadcast, process {self._rank} of "
+                f"{len(self._address.ranks) + 1} in {activity}",
                 got=str(error).strip().partition("\n")[0],
                 expected="the trainer's first process and all processes of the rollout",
                 fix="Look for the error of another process: this one was only left alone by it.",
@@ -238,7 +239,7 @@ class WeightSender:
         Raises:
             WeightSyncError: the connection broke.
         """
-        sent: dict[str, str] = {}
+        sent = {}
         # Connect first, because the first bucket may take longer than receivers wait to connect.
         with self.channel.connection("the meeting"):
             pass
@@ -288,7 +289,7 @@ class WeightReceiver(CopiedWeights):
                 version is not the announced one, or the trainer failed. The target's version is
                 then -1.
         """
-        received: dict[str, str] = {}
+        received = {}
         self.publish(self._received_weights(version, received), target, version, received)
 
     def close(self) -> None:
@@ -306,8 +307,11 @@ class WeightReceiver(CopiedWeights):
         while True:
             header, content = self.channel.receive()
             if "failed" in header:
-                fix = "Look for the error of the trainer: the rollout only lacks its weights."
-                raise WeightSyncError(where, got=f"none: {header['failed']}", fix=fix)
+                raise WeightSyncError(
+                    where,
+                    got=f"none: {header['failed']}",
+                    fix="Look for the error of the trainer: the rollout only lacks its weights.",
+                )
             # The last header comes without a bucket.
             if content is None:
                 break
@@ -317,10 +321,10 @@ class WeightReceiver(CopiedWeights):
         sent = header["fingerprints"]
         differing = Fingerprint(sent).differences(Fingerprint(received))
         if differing:
-            count = f"{len(differing)} of {len(sent)} weights"
             raise WeightSyncError(
                 where,
-                got=f"{count} that changed in transfer: {name_some(differing)}",
+                got=f"{len(differing)} of {len(sent)} weights "
+                f"that changed in transfer: {name_some(differing)}",
                 expected="the weights that the trainer sent",
                 fix="The network between trainer and rollout corrupts data.",
             )

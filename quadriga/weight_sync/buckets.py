@@ -7,6 +7,7 @@ entries     [name, shape, name of the torch dtype, offset in bytes] of each para
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -44,7 +45,7 @@ def pack(
         An iterator over buckets: their entries, and their content [bytes] uint8.
     """
     size = max(bucket_bytes // _ALIGNMENT, 1) * _ALIGNMENT
-    memory: torch.Tensor | None = None
+    memory = None
     content = torch.empty(0)
 
     def put(weight: tuple[str, torch.Tensor], offset: int) -> list[Any]:
@@ -62,11 +63,8 @@ def pack(
             content = flat
             return entry
         if memory is None or memory.numel() < tensor_bytes:
-            capacity = max(size, tensor_bytes)
-            if allocate is None:
-                memory = torch.empty(capacity, dtype=torch.uint8, device=tensor.device)
-            else:
-                memory = allocate(capacity)
+            make = allocate or partial(torch.empty, dtype=torch.uint8, device=tensor.device)
+            memory = make(max(size, tensor_bytes))
         content = memory[: offset + tensor_bytes]
         content[offset:].copy_(flat)
         return entry

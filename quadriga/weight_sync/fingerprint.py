@@ -64,7 +64,7 @@ class PendingFingerprints:
         if not self._sums:
             return {}
         # A CPU and a GPU may both have tensors of one stream.
-        by_device: dict[torch.device, list[str]] = {}
+        by_device = {}
         for name, sums in self._sums.items():
             by_device.setdefault(sums.device, []).append(name)
         digests = {}
@@ -105,16 +105,10 @@ def _weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
     """
     content = tensor.detach().contiguous().flatten().view(torch.uint8)
     num_bytes = content.numel()
-    full_rows_bytes = num_bytes - num_bytes % (_ROW * _WORD)
-    blocks = []
-    if full_rows_bytes:
-        blocks.append(content[:full_rows_bytes])
-    if full_rows_bytes < num_bytes:
-        # The last word is padded with zeros.
-        rest = content[full_rows_bytes:]
-        padded = rest.new_zeros(-(-rest.numel() // _WORD) * _WORD)
-        padded[: rest.numel()] = rest
-        blocks.append(padded)
+    full_rows, rest = content.tensor_split([num_bytes - num_bytes % (_ROW * _WORD)])
+    # The last word is padded with zeros.
+    rest = torch.nn.functional.pad(rest, (0, -num_bytes % _WORD))
+    blocks = [block for block in (full_rows, rest) if block.numel()]
 
     row_sum = torch.zeros((), dtype=torch.int64, device=content.device)
     column_sum = row_sum

@@ -73,21 +73,21 @@ class SharedWeights:
             WeightSyncError: trainer and target do not share the memory of a parameter.
         """
         offered = dict(weights)
-        target_weights = dict(target.named_weights())
-        offered_addresses = {_memory_of(tensor) for tensor in offered.values()}
+        offered_memory = {name: _memory_of(tensor) for name, tensor in offered.items()}
+        target_memory = {name: _memory_of(tensor) for name, tensor in target.named_weights()}
         unshared = []
-        for name, tensor in offered.items():
-            if name not in target_weights or _memory_of(tensor) != _memory_of(target_weights[name]):
+        for name, memory in offered_memory.items():
+            if memory != target_memory.get(name):
                 unshared.append(name)
-        for name, tensor in target_weights.items():
+        for name, memory in target_memory.items():
             # A tied parameter has two names in the target, and may have only one in the trainer.
-            if name not in offered and _memory_of(tensor) not in offered_addresses:
+            if name not in offered and memory not in offered_memory.values():
                 unshared.append(name)
         if unshared:
-            count = f"{len(unshared)} of {len(target_weights)} weights"
             raise WeightSyncError(
                 f"shared weights, version {version}",
-                got=f"{count} that are not the trainer's own: {name_some(unshared)}",
+                got=f"{len(unshared)} of {len(target_memory)} weights "
+                f"that are not the trainer's own: {name_some(unshared)}",
                 expected="the same parameters in trainer and rollout",
                 fix="Give the rollout the trainer's module, or publish with CopiedWeights.",
             )
@@ -108,10 +108,10 @@ class SharedWeights:
         states = _parameter_states(target)
         changed = [name for name, state in self._published.items() if state != states.get(name)]
         if changed:
-            count = f"{len(changed)} of {len(states)} weights"
             raise WeightSyncError(
                 f"shared weights, version {version}",
-                got=f"{count} that were written to since: {name_some(changed)}",
+                got=f"{len(changed)} of {len(states)} weights "
+                f"that were written to since: {name_some(changed)}",
                 expected="the weights as published",
                 fix="Publish the weights after each update.",
             )
@@ -145,7 +145,7 @@ class CopiedWeights:
                 version is then -1, and it generates nothing until it has a complete set.
         """
         dtypes = {name: tensor.dtype for name, tensor in target.named_weights()}
-        sent: dict[str, str] = {}
+        sent = {}
         pending = PendingFingerprints()
 
         def stream() -> NamedTensors:
@@ -197,10 +197,9 @@ class CopiedWeights:
         ]
         if differing:
             names = name_some(sorted(differing))
-            count = f"{len(differing)} of {len(self._published)} weights"
             raise WeightSyncError(
                 f"weights of version {version}",
-                got=f"{count} that differ: {names}",
+                got=f"{len(differing)} of {len(self._published)} weights that differ: {names}",
                 expected="the trainer's weights in the rollout",
                 fix="The rollout engine did not load them unchanged, and generates nothing.",
             )

@@ -154,10 +154,11 @@ class ReshardedWeights:
                 rank has another version.
             PeerLostError: a rank is lost.
         """
-        wanted_shards: Wanted = {}
+        wanted_shards = {}
         if target is not None:
             wanted_shards = target.wanted_shards()
             target.weight_version = -1
+            target.allocate_weights()
         # Layouts do not change during a run, so all publications use the plan of the first one.
         if self._group is None:
             self._connect(held, wanted_shards)
@@ -197,10 +198,10 @@ class ReshardedWeights:
         require_version(target, version)
         differing = self._published.differences(target.fingerprint())
         if differing:
-            count = f"{len(differing)} of {len(self._published.tensors)} shards"
             raise WeightSyncError(
                 f"weights of version {version}",
-                got=f"{count} that were written to: {name_some(differing)}",
+                got=f"{len(differing)} of {len(self._published.tensors)} shards "
+                f"that were written to: {name_some(differing)}",
                 expected="the shards as published",
             )
 
@@ -222,19 +223,17 @@ class ReshardedWeights:
 
         # Exchanged as JSON, in which boxes become lists and dtypes are given by their names.
         held_here = {name: box for name, (box, _) in held.items()}
-        wanted_here = {}
-        dtypes_here = {}
-        for name, (box, dtype) in wanted_shards.items():
-            wanted_here[name] = box
-            dtypes_here[name] = str(dtype).removeprefix("torch.")
+        wanted_here = {
+            name: (box, str(dtype).removeprefix("torch."))
+            for name, (box, dtype) in wanted_shards.items()
+        }
         held_boxes = []
         wanted_boxes = []
-        for rank_held, rank_wanted, rank_dtypes in self._gather(
-            [held_here, wanted_here, dtypes_here]
-        ):
+        for rank_held, rank_wanted in self._gather([held_here, wanted_here]):
             held_boxes.append({name: Box(*map(tuple, box)) for name, box in rank_held.items()})
-            wanted_boxes.append({name: Box(*map(tuple, box)) for name, box in rank_wanted.items()})
-            for name, dtype_name in rank_dtypes.items():
+            wanted_boxes.append({})
+            for name, (box, dtype_name) in rank_wanted.items():
+                wanted_boxes[-1][name] = Box(*map(tuple, box))
                 self._dtypes[name] = getattr(torch, dtype_name)
 
         # All ranks make the same plan from the same data; each keeps only its own moves.
@@ -278,9 +277,7 @@ class ReshardedWeights:
         if tensor.dtype != dtype or held.overlap(target) != target:
             return None
         view = held.view(tensor, target)
-        if view.is_contiguous() and view.device == self.device:
-            return view
-        return None
+        return view if view.is_contiguous() and view.device == self.device else None
 
     @torch.no_grad()
     def _fill_shards(self, held: Held, wanted_shards: Wanted, version: int) -> Iterator[str]:
@@ -305,7 +302,7 @@ class ReshardedWeights:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         # For each peer, [ranks, 1 + buckets]: the version, then a fingerprint of each bucket.
         sent = torch.full((self.size, 1 + len(buckets)), version)
-        received = torch.full((self.size, 1 + len(buckets)), version)
+        received = sent.clone()
 
         for number, bucket in enumerate(buckets, start=1):
             # All-to-all expects the blocks in the order of the peers' ranks.
@@ -413,18 +410,20 @@ class ReshardedWeights:
         where = f"weights of version {version}"
         other_versions = set(expected[:, 0].tolist()) - {version}
         if other_versions:
-            got = f"version {min(other_versions)} from another rank"
-            raise WeightSyncError(where, got=got, expected="one version everywhere")
-        for rank, number in (expected != received).nonzero().tolist():
-            # The fingerprint is that of all blocks from the rank, so any of them may be corrupt.
-            names = []
-            for move in self._buckets[number - 1]:
-                if move.sender == rank and move.receiver == self.rank:
-                    names.append(move.name)
-            count = f"{len(names)} weights from rank {rank}"
             raise WeightSyncError(
                 where,
-                got=f"{count}, of which some changed in transfer: {name_some(names)}",
+                got=f"version {min(other_versions)} from another rank",
+                expected="one version everywhere",
+            )
+        for rank, number in (expected != received).nonzero().tolist():
+            # The fingerprint is that of all blocks from the rank, so any of them may be corrupt.
+            moves = self._buckets[number - 1]
+            sides = (rank, self.rank)
+            names = [move.name for move in moves if (move.sender, move.receiver) == sides]
+            raise WeightSyncError(
+                where,
+                got=f"{len(names)} weights from rank {rank}, "
+                f"of which some changed in transfer: {name_some(names)}",
                 expected="what that rank sent",
                 fix="The network between the ranks corrupts data.",
             )
@@ -527,10 +526,10 @@ def plan(
     names = dict.fromkeys(chain.from_iterable(held_boxes))
     differing = sorted(names.keys() ^ set(chain.from_iterable(wanted_boxes)))
     if differing:
-        count = f"{len(differing)} weights"
         raise WeightSyncError(
             "weight sync",
-            got=f"{count} that only one of trainer and rollout has: {name_some(differing)}",
+            got=f"{len(differing)} weights "
+            f"that only one of trainer and rollout has: {name_some(differing)}",
             expected="the same weights in both",
             fix="Trainer and rollout must have the same architecture.",
         )
@@ -570,7 +569,7 @@ def _moves_of(
         WeightSyncError: an element of a wanted shard is not held, or held in two different shards.
     """
     # Replicas hold the same shard. Empty shards have nothing to send.
-    holders: dict[Box, list[int]] = {}
+    holders = {}
     for rank, shards in enumerate(held_boxes):
         if name in shards and 0 not in shards[name].shape:
             holders.setdefault(shards[name], []).append(rank)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -46,30 +45,14 @@ from quadriga.workers.models import load_policy
 from quadriga.workers.stream import Done, GenerationStream, WeightCopy
 
 
-class PolicyParts(NamedTuple):
-    """Parts of the policy in a worker."""
-
-    actor: bool
-    rollout: bool
-    reference: bool
-
-
-PARTS = {
-    "actor_rollout_ref": PolicyParts(actor=True, rollout=True, reference=True),
-    "actor_rollout": PolicyParts(actor=True, rollout=True, reference=False),
-    "actor": PolicyParts(actor=True, rollout=False, reference=False),
-    "ref": PolicyParts(actor=False, rollout=False, reference=True),
-}
-"""Parts by role. The rollout of the role `actor` is a role of its own: `workers.rollout`."""
-
-
 class ActorRolloutRefWorker(Learner):
     """Actor, rollout and reference policy, or some of them.
 
     Args:
         config: the configuration.
         tokenizer: tokenizer of the policy.
-        role: selects the parts; see `PARTS`.
+        role: `actor_rollout_ref`, `actor_rollout`, `actor` or `ref`: the parts, joined. The rollout
+            of the role `actor` is a role of its own: `workers.rollout`.
         is_trained: whether the actor is trained. An actor that only generates needs neither float32
             masters nor an optimizer.
     """
@@ -83,10 +66,12 @@ class ActorRolloutRefWorker(Learner):
         is_trained: bool = True,
     ) -> None:
         super().__init__(config, tokenizer)
-        self.parts = PARTS[role]
+        parts = role.split("_")
+        self.has_actor = "actor" in parts
+        self.has_rollout = "rollout" in parts
+        self.has_reference = "ref" in parts
         self.is_trained = is_trained
         self.rollout_config = config.actor_rollout_ref.rollout
-        self.has_adapter = self.parts.actor and config.actor_rollout_ref.model.has_adapter
         self.reference: FSDPEngine | None = None
         self.weight_version = 0
         # Sends shards to the rollout's ranks, in this process or in others, if those take shards.
@@ -97,21 +82,25 @@ class ActorRolloutRefWorker(Learner):
         self.sends_adapter_alone = False  # whether an adapter is sent without being merged
         self.has_sent_frozen = False  # whether the weights below the adapter were sent
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the actor of this worker has an adapter."""
+        return self.has_actor and self.config.actor_rollout_ref.model.has_adapter
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the models and build the engines. Returns choices, with reasons, to be printed."""
-        choices: dict[str, str] = {}
         self.join(self.section, self.section.fsdp_config, ACTOR)
-        if self.parts.actor:
-            choices = self._make_actor()
+        choices = self._make_actor() if self.has_actor else {}
 
+        # Whether the rollout engine takes a share of the GPU's free memory when it starts.
         reserves_memory = False
-        if self.parts.rollout:
+        if self.has_rollout:
             device = self.engine.device
             reads_keys = self.rollout_config.traits.reads_keys
             reserves_memory = device.type == "cuda" and "gpu_memory_utilization" in reads_keys
             if reserves_memory:
-                # The rollout engine has its own weights, and takes the free memory when it starts.
+                # Free the memory of training first. Such an engine has its own weights.
                 choices["weights"] += self.offload_training()
                 memory = held_memory(device)
                 require_device_memory(
@@ -121,25 +110,25 @@ class ActorRolloutRefWorker(Learner):
                     later_bytes=self.engine.moment_bytes,
                     share=self.rollout_config.gpu_memory_utilization,
                 )
-            self._make_rollout(device)
+            self._make_rollout()
             choices |= self.generation.choices
 
         # The weights of the rollout come from the actor, whose adapter may travel separately.
         if self.has_adapter:
             choices["adapter"] += f"; {self._choose_route()}"
-        if self.parts.rollout:
+        if self.has_rollout:
             self.publish_weights(self.weight_version)
             if self.resharding is not None:
                 self.generation.engine.shares_weights = self.resharding.num_shared > 0
                 choices["rollout"] += f"; {self.resharding.describe()}"
 
         # Offload last, because only now it is known whether the rollout shares the weights.
-        if self.parts.actor and not reserves_memory:
-            is_shared = self.parts.rollout and self.generation.engine.shares_weights
+        if self.has_actor and not reserves_memory:
+            is_shared = self.has_rollout and self.generation.engine.shares_weights
             choices["weights"] += self.offload_training(keeps_weights=is_shared)
-        if self.parts.reference:
+        if self.has_reference:
             choices["reference"] = self._make_reference()
-        if self.parts.rollout and not self.is_trained and self.generation.calls is not None:
+        if self.has_rollout and not self.is_trained and self.generation.calls is not None:
             # Weights that never change can be used at any time.
             self.generation.calls.accept()
         return choices
@@ -151,18 +140,20 @@ class ActorRolloutRefWorker(Learner):
         loaded = load_policy(self.config, dtype, self.processes, has_adapter=self.has_adapter)
         model = self.config.actor_rollout_ref.model if self.is_trained else None
         choices = self.make_engine(loaded, model, "actor")
-        correction = self.config.algorithm.rollout_correction
-        self.objective = PolicyObjective(self.section, correction, self.config.distillation)
-        return choices | self.describe("actor", has_adapter=self.has_adapter)
+        self.objective = PolicyObjective(
+            self.section, self.config.algorithm.rollout_correction, self.config.distillation
+        )
+        return choices | self.describe("actor")
 
-    def _make_rollout(self, device: torch.device) -> None:
+    def _make_rollout(self) -> None:
         """Build `generation`, and the weight sync from the actor."""
+        device = self.engine.device
         size = rollout_group_size(self.config)
         group = RolloutGroup(self.rank, self.world_size, size, device) if size > 1 else None
         # All ranks of a rollout group get the same prompts; the first rank returns the responses.
         self.register_mesh(GROUPS, self.rank // size, self.rank % size == 0)
         # The rollout may compute in the actor's own modules, if they have all weights.
-        lends_modules = self.engine.has_replicated_weights and group is None
+        lends_modules = self.processes.layout.is_whole and group is None
         self.generation = ResponseGenerator(
             self.config,
             self.tokenizer,
@@ -191,7 +182,7 @@ class ActorRolloutRefWorker(Learner):
         self.reference = self.build_engine(loaded, self.section.fsdp_config, name="reference")
         is_offloaded = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
         if is_offloaded is None:
-            is_offloaded = self.parts.actor and self.device.type != "cpu"
+            is_offloaded = self.has_actor and self.device.type != "cpu"
         kinds = ["weights"] if is_offloaded else []
         folder = self.config.trainer.offload_directory
         return f"a frozen copy{self.reference.offload_between_phases(kinds, folder)}"
@@ -200,13 +191,13 @@ class ActorRolloutRefWorker(Learner):
         """Choose how the rollout gets the adapter. Returns a description."""
         is_wide = self.engine.device.type != "cpu" and self.engine.dtype == torch.float32
         route = adapter_route(self.config, is_wide_on_accelerator=is_wide)
-        if self.parts.rollout and self.generation.engine.shares_weights:
+        if self.has_rollout and self.generation.engine.shares_weights:
             return "the rollout computes in the same modules"
         self.sends_adapter_alone = route.is_alone
         way = "alone, after the weights below it" if route.is_alone else "merged"
         return f"to the rollout it goes {way} ({route.reason})"
 
-    @register(dispatch_mode=BY_GROUP)
+    @register(BY_GROUP)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate responses to prompts; see `rollout.generate_sequences`."""
         # An engine that has slept since the last publication may have dropped its weights.
@@ -215,13 +206,13 @@ class ActorRolloutRefWorker(Learner):
         self.weight_sync.verify(self.generation.engine, self.weight_version)
         return self.generation.generate(prompts, self.weight_version)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, beside=True)
+    @register(Dispatch.ONE_TO_ALL, beside=True)
     def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> QueueReply:
         """Exchange the calls of a server; see `CallQueue.exchange`."""
         generation = self.generation if self.stream is None else self.stream.generation
         return generation.exchange_calls(calls, cancelled)
 
-    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @register(BY_REPLICA, blocking=False)
     @timed("old_log_prob")
     def compute_log_prob(self, data: DataProto, with_sum_pi_squared: bool = False) -> DataProto:
         """Compute the log-probs of the current actor.
@@ -247,7 +238,7 @@ class ActorRolloutRefWorker(Learner):
         scores["entropys"] = scores.pop("entropy")
         return DataProto.from_dict(tensors=scores)
 
-    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @register(BY_REPLICA, blocking=False)
     @timed("ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Compute `ref_log_prob` [B, T], the log-probs of the policy that training started from."""
@@ -266,11 +257,12 @@ class ActorRolloutRefWorker(Learner):
         num_sequences = config.log_prob_micro_batch_size_per_gpu
         if config.log_prob_use_dynamic_bsz:
             num_sequences = None
-        max_tokens = config.log_prob_max_token_len_per_gpu
-        micro = MicroBatching(num_sequences, max_tokens, self.share_prompts)
+        micro = MicroBatching(
+            num_sequences, config.log_prob_max_token_len_per_gpu, self.share_prompts
+        )
         return infer(engine, data, micro, temperature=self.rollout_config.temperature, **outputs)
 
-    @register(dispatch_mode=BY_REPLICA)
+    @register(BY_REPLICA)
     def update_actor(self, data: DataProto, with_log_probs: bool = False) -> DataProto:
         """Learn from a batch with advantages [B, T]. Does not publish the new weights.
 
@@ -282,13 +274,17 @@ class ActorRolloutRefWorker(Learner):
             Metrics, and if requested `update_log_probs`, `update_entropys` [B, T] and `is_computed`
             [B]. Rows that cannot change the gradient are not computed.
         """
-        num_samples = self.rollout_config.n
-        temperature = self.rollout_config.temperature
-        if not with_log_probs:
-            return self.learn(data, num_samples, temperature=temperature)
-
-        outputs = FirstOutputs(len(data), data.batch["response_mask"].shape[1])
-        result = self.learn(data, num_samples, temperature=temperature, first_outputs=outputs)
+        outputs = None
+        if with_log_probs:
+            outputs = FirstOutputs(len(data), data.batch["response_mask"].shape[1])
+        result = self.learn(
+            data,
+            self.rollout_config.n,
+            temperature=self.rollout_config.temperature,
+            first_outputs=outputs,
+        )
+        if outputs is None:
+            return result
         columns = {
             "update_log_probs": outputs.columns["log_probs"],
             "update_entropys": outputs.columns["entropy"],
@@ -296,7 +292,7 @@ class ActorRolloutRefWorker(Learner):
         }
         return DataProto.from_dict(tensors=columns, meta_info=result.meta_info)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    @register(Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def ranks_and_costs(self) -> tuple[int, float, float, Callable[[torch.Tensor], float]]:
         """Number of data-parallel ranks, and the actor's costs, as `SequenceCost` takes them."""
         cost = self.engine.cost
@@ -318,7 +314,7 @@ class ActorRolloutRefWorker(Learner):
         """
         with self.engine.awake("weights"):
             if not self.sends_adapter_alone:
-                is_shared = self.parts.rollout and self.generation.engine.shares_weights
+                is_shared = self.has_rollout and self.generation.engine.shares_weights
                 yield self.engine.weights(is_merged=not is_shared)
                 return
             # All ranks gather the same tensors, so they must make the same decision.
@@ -330,12 +326,12 @@ class ActorRolloutRefWorker(Learner):
 
     def shards(self) -> Held:
         """Positions and tensors of this rank's shards, by names in a model without adapter."""
-        shards: dict[str, tuple[Box, torch.Tensor]] = {}
+        shards = {}
         for name, start, tensor in self.engine.parameters.shards():
             shards[base_name(name)] = (Box(start, tuple(tensor.shape)), tensor.detach())
         return shards
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
         """Publish the actor's weights to the rollout, which refuses to generate with any others."""
         self.weight_version = version
@@ -347,7 +343,7 @@ class ActorRolloutRefWorker(Learner):
         with self.weights(has_frozen=rollout.has_frozen_weights) as weights:
             self.weight_sync.publish(weights, rollout, version)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    @register(Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def open_stream(self, done: Done) -> GenerationStream:
         """Open a stream, which generates in this process during training, until `close`.
 
@@ -368,27 +364,29 @@ class ActorRolloutRefWorker(Learner):
         self.stream = GenerationStream(generation, done)
         return self.stream
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def copy_weights(self) -> WeightCopy | None:
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def copy_weights(self) -> WeightCopy:
         """Copy the actor's current weights in the dtype of the rollout, with an adapter merged.
 
         Returns:
-            On rank 0 the copy, on the device of a rollout in this process or the CPU; else None.
+            This rank's share of the copy, on the device of a rollout in this process or the CPU;
+            see `join_shares`.
         """
-        copied: dict[str, torch.Tensor] = {}
+        copied = {}
         marks = PendingFingerprints()
         with self.engine.awake("weights"):
-            # All ranks take part in gathering each tensor, but only rank 0 copies it.
-            for name, tensor in self.engine.weights(is_merged=True):
-                if self.rank == 0:
-                    device = tensor.device if self.parts.rollout else "cpu"
+            # All ranks take part in gathering each tensor, and take turns in copying one: together
+            # they copy from their devices to the host faster than a single one.
+            for number, (name, tensor) in enumerate(self.engine.weights(is_merged=True)):
+                if number % self.world_size == self.rank:
+                    device = tensor.device if self.has_rollout else "cpu"
                     # Convert and compute fingerprints on the device, which is faster than the host.
                     weight = tensor.detach().to(self.engine.dtype)
                     marks.add(name, weight)
                     copied[name] = weight.to(device, copy=True)
-        return WeightCopy(copied, marks.read()) if self.rank == 0 else None
+        return WeightCopy(copied, marks.read())
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:
         """Prepare the weight sync with a rollout in other processes.
 
@@ -422,7 +420,7 @@ class ActorRolloutRefWorker(Learner):
         self.sender = WeightSender(self.place.master_addr, ranks, device, bucket_bytes)
         return self.sender.address
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int, has_frozen: bool = False) -> None:
         """Send the actor's weights to a rollout in other processes, which must receive them now.
 
@@ -444,18 +442,18 @@ class ActorRolloutRefWorker(Learner):
                 for _ in weights:
                     pass
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> None:
         """Load the actor from below `directory`. Does not publish its weights to the rollout."""
         super().load_checkpoint(directory)
         self.has_sent_frozen = False
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Close the rollout and the weight sync, and leave the process group."""
         if self.stream is not None:
             self.stream.close()
-        if self.parts.rollout:
+        if self.has_rollout:
             self.generation.close()
         if self.sender is not None:
             self.sender.close()

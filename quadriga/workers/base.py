@@ -16,7 +16,7 @@ update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the obje
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -85,8 +85,14 @@ COPIED = frozenset({MODEL, OPTIMIZER})
 PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
 PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index", "multi_modal_data", "multi_modal_inputs")
 CONVERSATION_OBJECTS = (
-    *("raw_prompt", "agent_name", "tools_kwargs", "interaction_kwargs"),
-    *("reward_model", "extra_info", "index", "rollout_id"),
+    "raw_prompt",
+    "agent_name",
+    "tools_kwargs",
+    "interaction_kwargs",
+    "reward_model",
+    "extra_info",
+    "index",
+    "rollout_id",
 )
 CHAT_OBJECTS = ("raw_prompt", "uid")
 SOLUTION_MESSAGES = "solution_messages"
@@ -219,9 +225,9 @@ def timed(phase: str) -> Callable[[Pass], Pass]:
             """Call the method, and add its time to the metrics of its result."""
             start = time.perf_counter()
             rows = method(*args, **kwargs)
-            metrics = dict(rows.meta_info.get("metrics", {}))
-            metrics[f"timing_s/{phase}"] = Metric(time.perf_counter() - start, "max")
-            rows.meta_info["metrics"] = metrics
+            seconds = Metric(time.perf_counter() - start, "max")
+            metrics = rows.meta_info.get("metrics", {})
+            rows.meta_info["metrics"] = metrics | {f"timing_s/{phase}": seconds}
             return rows
 
         return cast(Pass, measured)
@@ -303,28 +309,27 @@ class EngineWorker(Worker):
         training = None
         if section:
             training = Training(section.optim, section.grad_clip, section.max_nonfinite_steps)
-        options: dict[str, Any] = {
-            "read": loaded.read,
-            "dtype": self.dtype.value,
-            "device": self.processes.world.device,
-            "processes": self.processes,
-            "training": training,
-            "memory": memory,
-            "name": name,
-        }
-
+        build = FSDPEngine
         settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
-        if settings is None:
+        if settings is not None:
+            build = partial(
+                megatron.MegatronEngine,
+                sequence_parallel=settings.sequence_parallel,
+                virtual=settings.virtual_pipeline_model_parallel_size,
+                settings=settings.override_transformer_config,
+            )
+        elif self.processes.world.size == 1:
             # The comparison needs all weights, which only a single process has.
-            if self.processes.world.size == 1:
-                probe(loaded.scorer, name)
-            return FSDPEngine(loaded.scorer, **options)
-        return megatron.MegatronEngine(
+            probe(loaded.scorer, name)
+        return build(
             loaded.scorer,
-            sequence_parallel=settings.sequence_parallel,
-            virtual=settings.virtual_pipeline_model_parallel_size,
-            settings=settings.override_transformer_config,
-            **options,
+            read=loaded.read,
+            dtype=self.dtype.value,
+            device=self.processes.world.device,
+            processes=self.processes,
+            training=training,
+            memory=memory,
+            name=name,
         )
 
     def build_frozen(
@@ -347,7 +352,7 @@ class EngineWorker(Worker):
         size = f"{facts['parameters'] / 1e6:.1f} M parameters"
         return engine, f"{size}, {facts['weights']} ({self.dtype.reason}){offloaded}"
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Leave the process group of the role."""
         process_group.leave(self.processes.world)
@@ -365,9 +370,8 @@ class Learner(EngineWorker):
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer)
-        self.section: ActorConfig | CriticConfig = config.actor_rollout_ref.actor
-        if self.part == "critic":
-            self.section = config.critic
+        is_critic = self.part == "critic"
+        self.section = config.critic if is_critic else config.actor_rollout_ref.actor
         self._peak_flops: float | None = None
 
     def make_engine(
@@ -407,7 +411,7 @@ class Learner(EngineWorker):
             model=model,
             recomputes=memory.recomputes,
         )
-        self.checkpoint = RoleCheckpoint(self.engine, self.engine.model, self.tokenizer)
+        self.checkpoint = RoleCheckpoint(self.engine, self.tokenizer)
         return {f"memory of the {name}": memory.description} if memory.description else {}
 
     def offload_training(self, *, keeps_weights: bool = False) -> str:
@@ -421,11 +425,9 @@ class Learner(EngineWorker):
             Description to be printed: "", or text that starts with a semicolon.
         """
         fsdp = self.section.fsdp_config
-        kinds: set[str] = set()
+        kinds = set()
         if fsdp.param_offload:
-            kinds.add("masters")
-        if fsdp.param_offload and not keeps_weights:
-            kinds.add("weights")
+            kinds |= {"masters"} if keeps_weights else {"masters", "weights"}
         if fsdp.optimizer_offload:
             kinds.add("optimizer")
         # By default, gradients are freed on accelerators only, where memory is scarcer.
@@ -441,17 +443,16 @@ class Learner(EngineWorker):
             text += "; offload_policy changes nothing on a CPU, where weights and optimizer are"
         return text
 
-    def describe(self, name: str, *, has_adapter: bool) -> dict[str, str]:
+    def describe(self, name: str) -> dict[str, str]:
         """Automatic choices of the engine, with reasons, to be printed.
 
         Args:
             name: key of the model's description.
-            has_adapter: whether an adapter is trained.
         """
         facts = self.engine.describe()
-        choices: dict[str, str] = {}
+        choices = {}
         masters = f"masters and optimizer in {self.section.optim.master_dtype}"
-        if has_adapter:
+        if self.engine.adapter:
             choices["adapter"] = self.engine.adapter
             masters += ", of the adapter"
         if not is_packed(self.engine.model):
@@ -508,41 +509,41 @@ class Learner(EngineWorker):
         metrics[f"perf/mfu/{name}"] = Metric(flops_per_s / self._peak_flops)
         return DataProto(meta_info={"metrics": metrics})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path) -> None:
         """Copy the model and its optimizer, and start to write the copies below `directory`."""
         contents = frozenset(self.section.checkpoint.save_contents)
         self.checkpoint.start(directory / self.part, contents)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def checkpoint_bytes(self) -> dict[str, int]:
         """Sizes in bytes of the tensors that `save_checkpoint` writes, of all ranks together."""
         return self.checkpoint.sizes(frozenset(self.section.checkpoint.save_contents))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def save_model(self, directory: Path) -> None:
         """Start to write the model as a Hugging Face folder, below `directory`."""
         self.checkpoint.start(directory, frozenset({"hf_model"}))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
         """Whether the checkpoint is complete on disk. With `wait`, waits until it is."""
         return self.checkpoint.writer.is_written(wait=wait)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> None:
         """Read the model and its optimizer from below `directory`."""
         contents = frozenset(self.section.checkpoint.load_contents)
         self.checkpoint.load(directory / self.part, contents)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def plan_copies(self) -> CopyPlan | None:
         """Plan the copies of the model and its optimizer. Rank 0 returns the plan of all ranks."""
         with self.engine.awake(*ALL_KINDS):
             self.copier = StateCopier(self.engine.state(COPIED), self.engine.world)
         return self.copier.plan if self.rank == 0 else None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def open_copies(self, paths: Sequence[str]) -> str:
         """Open the memory for this rank's copies.
 
@@ -558,13 +559,13 @@ class Learner(EngineWorker):
             return str(error)
         return ""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def copy_state(self, step: int) -> None:
         """Start to copy the model and its optimizer after a step."""
         offloaded = self.engine.offloaded
         offloaded.copying = self.copier.start(step, offloaded.on_host)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def load_copy(self, plan: CopyPlan, read: Callable[[int, int, int], Any]) -> None:
         """Load the model and its optimizer from a copy; see `read_copy`."""
         with self.engine.awake(*ALL_KINDS):
@@ -596,10 +597,11 @@ class UpdateInputs:
     """
 
     def __init__(self, config: Config) -> None:
-        actor = config.actor_rollout_ref.actor
-        correction = config.algorithm.rollout_correction
-        self._sections = {"actor": actor, "critic": config.critic}
-        self._policy = PolicyObjective(actor, correction, config.distillation)
+        self._policy = PolicyObjective(
+            config.actor_rollout_ref.actor,
+            config.algorithm.rollout_correction,
+            config.distillation,
+        )
         self._value = ValueObjective(config.critic)
 
     def select(self, batch: DataProto, role: Literal["actor", "critic"]) -> DataProto:
@@ -609,16 +611,15 @@ class UpdateInputs:
             batch: all rows. The policy loss adds columns that it computes from the whole batch.
             role: the role that is updated.
         """
-        if self._sections[role].loss_agg_mode == "rollout-mean-token-mean":
+        objective = self._policy if role == "actor" else self._value
+        if objective.config.loss_agg_mode == "rollout-mean-token-mean":
             add_rollout_tokens(batch)
-        objective: Objective = self._value
         if role == "actor":
             # Workers see only their chunks, so columns of the whole batch are computed here.
             self._policy.add_batch_columns(batch)
-            objective = self._policy
-        columns = [*MODEL_INPUTS, *objective.fields(batch)]
+        columns = dict.fromkeys([*MODEL_INPUTS, *objective.fields(batch)])
         for name in ("row_index", "rollout_index"):
             if name in batch.batch.keys():
-                columns.append(name)
+                columns[name] = None
         objects = [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch]
-        return batch.select(list(dict.fromkeys(columns)), objects)
+        return batch.select(list(columns), objects)

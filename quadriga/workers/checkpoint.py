@@ -40,15 +40,12 @@ class RoleCheckpoint:
 
     Args:
         engine: engine of the role.
-        model: its model.
         tokenizer: tokenizer to save with the model.
     """
 
-    def __init__(
-        self, engine: FSDPEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
+    def __init__(self, engine: FSDPEngine, tokenizer: PreTrainedTokenizerBase) -> None:
         self.engine = engine
-        self.model = model
+        self.model = engine.model
         self.tokenizer = tokenizer
         self.writer = StateWriter(engine.world)
 
@@ -62,14 +59,11 @@ class RoleCheckpoint:
         Raises:
             CheckpointError: this checkpoint or the previous one cannot be written.
         """
-        adapter = adapter_of(self.model)
         config = self.model.config
         parts = self._parts(contents)
         with self.engine.awake(*ALL_KINDS):
             states = {folder / part: self.engine.state(frozenset({part})) for part in sorted(parts)}
-            self.writer.start(
-                states, partial(_write_derived_files, folder, contents, adapter, self.model)
-            )
+            self.writer.start(states, partial(_write_derived_files, folder, contents, self.model))
         if not self.engine.world.is_first:
             return
         # Not in the background thread, because a tokenizer must not be saved while it is in use.
@@ -87,7 +81,7 @@ class RoleCheckpoint:
                     generation.to_json_file(target / "generation_config.json")
                 self.tokenizer.save_pretrained(target)
                 copy_processor(config, target)
-            if MODEL in contents and adapter:
+            if MODEL in contents and adapter_of(self.model):
                 write_adapter_config(self.model, folder)
 
     def sizes(self, contents: frozenset[str]) -> dict[str, int]:
@@ -100,9 +94,11 @@ class RoleCheckpoint:
         with self.engine.awake(*ALL_KINDS):
             for part in self._parts(contents):
                 for name, tensor in self.engine.state(frozenset({part})).items():
-                    sizes[f"{part}/{name}"] = tensor.numel() * tensor.element_size()
+                    # Of a DTensor, the bytes of all ranks together.
+                    num_bytes = tensor.numel() * tensor.element_size()
+                    sizes[f"{part}/{name}"] = num_bytes
                     if "hf_model" in contents and part != OPTIMIZER:
-                        sizes[f"{HF_FOLDER}/{name}"] = sizes[f"{part}/{name}"]
+                        sizes[f"{HF_FOLDER}/{name}"] = num_bytes
         return sizes
 
     def _parts(self, contents: frozenset[str]) -> frozenset[str]:
@@ -148,17 +144,15 @@ def _kind_of_weights(adapter: AdapterShape | None) -> str:
     return f"an adapter of rank {adapter.rank} and scale {adapter.scale:g}"
 
 
-def _write_derived_files(
-    folder: Path, contents: frozenset[str], adapter: AdapterShape | None, model: PreTrainedModel
-) -> None:
+def _write_derived_files(folder: Path, contents: frozenset[str], model: PreTrainedModel) -> None:
     """Write the files that are made from a complete distributed checkpoint. Called in a thread.
 
     Args:
         folder: folder of the role.
         contents: see `RoleCheckpoint.start`.
-        adapter: the adapter, if the model has one.
         model: the model.
     """
+    adapter = adapter_of(model)
     if adapter and MODEL in contents:
         with explain_write_errors(folder):
             files = open_weights(folder / MODEL)

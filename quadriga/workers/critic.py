@@ -21,7 +21,7 @@ class CriticWorker(Learner):
 
     part = "critic"
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the model and build the engine. Returns the choices, with reasons, to be printed."""
         self.join(self.section, self.section.fsdp_config, "critic")
@@ -34,7 +34,7 @@ class CriticWorker(Learner):
         about = f"{self.engine.describe()['parameters'] / 1e6:.1f} M parameters, with a value head"
         return {"critic": about + self.offload_training(), **choices}
 
-    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @register(BY_REPLICA, blocking=False)
     @timed("values")
     def compute_values(self, data: DataProto) -> DataProto:
         """Predict `values` [B, T]."""
@@ -42,7 +42,7 @@ class CriticWorker(Learner):
         values = infer(self.engine, data, micro)["values"]
         return DataProto.from_dict(tensors={"values": values})
 
-    @register(dispatch_mode=BY_REPLICA)
+    @register(BY_REPLICA)
     def update_critic(self, data: DataProto) -> DataProto:
         """Learn from a batch with returns [B, T]. Returns metrics."""
         return self.learn(data, self.config.actor_rollout_ref.rollout.n)

@@ -146,10 +146,9 @@ class ResponseGenerator:
         if not prompts.meta_info.get("validate", False):
             counts = self.engine.counts
             self.engine.counts = Counter()
-            metrics = responses.meta_info["metrics"]
             for name, count in counts.items():
                 if count:
-                    metrics[name] = Metric(count, "sum")
+                    responses.meta_info["metrics"][name] = Metric(count, "sum")
         release_free_memory()
         return responses
 
@@ -207,8 +206,11 @@ def build_processor(config: Config) -> Any:
     """The image processor of a vision-language model; None for a language model."""
     model = config.actor_rollout_ref.model
     trusts = config.data.trust_remote_code or model.trust_remote_code
-    sizes = config.data.mm_processor_kwargs.model_dump(exclude_none=True)
-    return load_processor(model.path, trust_remote_code=trusts, options=sizes)
+    return load_processor(
+        model.path,
+        trust_remote_code=trusts,
+        options=config.data.mm_processor_kwargs.model_dump(exclude_none=True),
+    )
 
 
 def prompt_context(config: Config, tokenizer: Any) -> PromptContext:
@@ -286,10 +288,8 @@ def vocabulary_size(config: Config) -> int:
 
 def num_positions(config: Config) -> int | None:
     """Tokens that a prompt and its response may have together; None if there is no limit."""
-    limits = [
-        getattr(_text_config(config), "max_position_embeddings", None),
-        config.actor_rollout_ref.rollout.max_model_len,
-    ]
+    positions = getattr(_text_config(config), "max_position_embeddings", None)
+    limits = (positions, config.actor_rollout_ref.rollout.max_model_len)
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -1,224 +1,389 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds that a model's layers take on this CPU, measured with layers of its shape.
+"""Speed of this machine's CPU, and of a model's layers on it, measured by the code of a run.
 
-Models with one layer and with three, with random weights, make an update, a pass without gradients,
-and decode steps, by the code of a run. The difference is the time of two layers; the rest is that
-of embedding, head and sampling.
+Each rank of the plan is a process, as in a run. The ranks measure the same things at the same time,
+so they share cores, caches and memory bandwidth, wait for each other, and gather weights and sum
+gradients as in a run.
 
-Legend: R sequences that are decoded together.
+    products, copies    matrices of the dtype that computes; one large tensor, in old and new memory
+    micro-batches       passes and updates of two sizes: seconds of each call and of each token
+    steps               optimizer steps, weight sync, memory of whole updates
+    generation          copies of weights, prefill, decode steps
+
+Models with one layer and with three, with random weights, compute. The difference is the time of
+two layers; the rest is that of embedding, head and sampling.
 """
 
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
 from itertools import cycle, islice
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import pyarrow as pa
 import torch
+import torch.distributed as dist
+from pyarrow import parquet
 from torch import nn
+from transformers import PreTrainedModel
 
 from quadriga.config import Config
 from quadriga.config.explain import BatchPlan
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
 from quadriga.engines.packing import Outputs
+from quadriga.engines.parallel.processes import ONE_PROCESS, Processes
+from quadriga.engines.process_group import ALONE, ProcessGroup
 from quadriga.models.architecture import pack_rows
 from quadriga.models.attention import PackedBatch
+from quadriga.models.flops import peak_flops
 from quadriga.models.load import load_config, skeleton_causal_lm
 from quadriga.models.lora import add_adapter
 from quadriga.models.scorers import PolicyScorer, ScoreQuestion, Scorer, ValueScorer
 from quadriga.observe.machine import forget_peak, release_free_memory, resident_bytes
-from quadriga.planning.devices import LayerTimes, PassTimes
-from quadriga.planning.memory import UpdateShape, update_memory
-from quadriga.planning.phases import Lengths, adapter_rank, micro_batch_tokens
-from quadriga.planning.sizes import ModelSizes
+from quadriga.planning.devices import Devices, LayerTimes, PassTimes
+from quadriga.planning.phases import (
+    Lengths,
+    RolePlan,
+    adapter_rank,
+    micro_batch_tokens,
+    predict_update,
+    trained_section,
+)
 from quadriga.planning.time import update_passes
 from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.native.engine import NativeEngine
+from quadriga.weight_sync import CopiedWeights
 
+_COPIED_NUMBERS = 1 << 25
 _NUM_LAYERS = (1, 3)
 _PASS_S = 0.3  # seconds of an update by the rate of products, which limits its tokens
 _REPEATED_S = 0.3  # a measurement is repeated for so long, and at least twice after the first
 _DECODE_STEPS = 16
-_NUM_UPDATES = 2  # updates whose memory is measured
+_NUM_UPDATES = 3  # updates whose memory is measured
 _WEIGHT = 0.05  # largest random weight
+_TIMEOUT = timedelta(minutes=5)  # a rank waits no longer for another one
+_CPU = torch.device("cpu")
 
 
-def layer_times(
+def measure_cpu(
     config: Config,
-    role: str,
-    sizes: ModelSizes,
+    devices: Devices,
+    roles: Mapping[str, RolePlan],
     lengths: Lengths,
     *,
     dtype: str,
-    flops: float,
-    num_ranks: int,
-) -> LayerTimes:
-    """Measure the layers of a trained role with the threads of one rank.
+    imported: str,
+) -> Devices:
+    """Measure this machine and the layers of the trained roles, with a process for each rank.
 
     Args:
-        config: the configuration.
-        role: key of the role's section.
-        sizes: the model.
+        config: the configuration, with a rank for each device.
+        devices: the devices, without measured figures.
+        roles: the trained roles, by the keys of their sections.
         lengths: assumed mean lengths.
         dtype: dtype that computes.
-        flops: operations per second of products, with the threads of one rank.
-        num_ranks: number of ranks that share the work of a step.
+        imported: module that a run's processes import, for the memory of its libraries.
 
     Returns:
-        The times. Those of decode steps are 0 for a critic and for an engine that does not compute
-        in the trainer's process.
+        The devices with the share of each rank.
     """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, num_threads // num_ranks))
+    with (
+        TemporaryDirectory() as folder,
+        ProcessPoolExecutor(
+            devices.count, get_context("spawn"), initializer=import_module, initargs=(imported,)
+        ) as pool,
+    ):
+        measurement = Measurement(config, lengths, getattr(torch, dtype))
+        meeting = Path(folder) / "ranks"
+        calls = []
+        for rank in range(devices.count):
+            calls.append(pool.submit(_measure_rank, rank, meeting, measurement, devices, roles))
+        # All ranks return the figures of the slowest. Of ranks that fail, the first has the reason.
+        return next(call.result() for call in as_completed(calls))
+
+
+def _measure_rank(
+    rank: int,
+    meeting: Path,
+    measurement: "Measurement",
+    devices: Devices,
+    roles: Mapping[str, RolePlan],
+) -> Devices:
+    """Measure in the process of one rank.
+
+    Args:
+        rank: number of the rank.
+        meeting: file by which the ranks find each other.
+        measurement: context of the measurements.
+        devices: the devices, without measured figures.
+        roles: the trained roles, by the keys of their sections.
+    """
+    torch.set_num_threads(max(1, torch.get_num_threads() // devices.count))
+    dtype = measurement.dtype
+    world = measurement.world
+    if devices.count > 1:
+        address = f"file://{meeting}"
+        dist.init_process_group(
+            "gloo", init_method=address, rank=rank, world_size=devices.count, timeout=_TIMEOUT
+        )
+        world = ProcessGroup(rank, devices.count)
     try:
+        measurement.world = world
+        measurement.flops = min(world.gather(peak_flops(_CPU, dtype)))
+        copied = torch.ones(_COPIED_NUMBERS)
+        # A copy reads and writes each number.
+        bytes_per_s = 2 * copied.nbytes / measurement.seconds(partial(copied.copy_, copied + 1))
+        # So large a tensor is mapped by itself, and returned to the system.
+        new_bytes_per_s = copied.nbytes / measurement.seconds(partial(torch.ones, copied.shape))
+        del copied
+        times = {}
+        for role, plan in roles.items():
+            times[role] = measurement.layer_times(role, plan)
+        if devices.count == 1:
+            # The process is also the driver, which reads rows and records rollouts.
+            rows = meeting.with_name("rows.parquet")
+            parquet.write_table(pa.table({"row": [0]}), rows)
+            parquet.read_table(rows)
+        # Measured last, because kernels that have been compiled stay in memory in a run, too.
+        process_bytes = max(world.gather(resident_bytes()[0]))
+    finally:
+        # The other ranks do not wait for one that has failed.
+        if devices.count > 1:
+            dist.destroy_process_group()
+    num_threads = torch.get_num_threads()
+    return replace(
+        devices,
+        flops=measurement.flops,
+        bytes_per_s=bytes_per_s,
+        new_bytes_per_s=new_bytes_per_s,
+        source=f"measured: {str(dtype).removeprefix('torch.')} products and copies with "
+        f"{num_threads} threads",
+        process_bytes=process_bytes,
+        layer_times=times,
+    )
+
+
+@dataclass
+class Measurement:
+    """Settings of the measurements in the process of a rank.
+
+    Attributes:
+        config: the configuration, with a rank for each device.
+        lengths: assumed mean lengths.
+        dtype: dtype that computes.
+        world: the ranks.
+        flops: operations per second of products on each rank.
+    """
+
+    config: Config
+    lengths: Lengths
+    dtype: torch.dtype
+    world: ProcessGroup = ALONE
+    flops: float = 0.0
+
+    def layer_times(self, role: str, plan: RolePlan) -> LayerTimes:
+        """Measure the layers of a role.
+
+        Args:
+            role: key of the role's section.
+            plan: model and ranks of the role.
+        """
         measured = []
-        resident_factor = 1.0
+        resident_factor = 0.0
         for num_layers in _NUM_LAYERS:
-            few_layers = _FewLayers(config, role, num_layers, getattr(torch, dtype))
-            batch = few_layers.batch(sizes, lengths, flops, num_ranks)
-            measured.append(few_layers.times(batch, lengths, num_ranks))
-            if num_layers == _NUM_LAYERS[-1]:
-                resident_factor = few_layers.resident_factor(batch, sizes)
+            few_layers = _FewLayers(self, role, plan, num_layers)
+            if num_layers == _NUM_LAYERS[1]:
+                resident_factor = few_layers.resident_factor()
+            measured.append(few_layers.update_times() | few_layers.generation_times())
+            num_context_tokens = few_layers.num_context_tokens
             # Modules with a fused forward refer to themselves.
             del few_layers
             gc.collect()
             release_free_memory()
-    finally:
-        torch.set_num_threads(num_threads)
-    fewer, more = measured
-    added_layers = _NUM_LAYERS[1] - _NUM_LAYERS[0]
-    of_layer = {}
-    of_ends = {}
-    for field in fields(PassTimes):
-        fewer_s = getattr(fewer, field.name)
-        # A layer takes some time, whatever another program has added to the first measurement.
-        layer_s = max(0.0, getattr(more, field.name) - fewer_s) / added_layers
-        of_layer[field.name] = layer_s
-        of_ends[field.name] = max(0.0, fewer_s - _NUM_LAYERS[0] * layer_s)
-    model_section = config.critic.model if role == CRITIC else config.actor_rollout_ref.model
-    recomputes = model_section.enable_gradient_checkpointing is True
-    return LayerTimes(
-        PassTimes(**of_layer),
-        PassTimes(**of_ends),
-        num_new_tokens=_DECODE_STEPS / 2,
-        num_passes=update_passes(config, role, recomputes=recomputes),
-        resident_factor=resident_factor,
-    )
+        fewer, more = measured
+        of_layer = {}
+        of_ends = {}
+        for name, fewer_s in fewer.items():
+            # A layer takes some time, whatever another program has added to the first measurement.
+            of_layer[name] = max(0.0, more[name] - fewer_s) / (_NUM_LAYERS[1] - _NUM_LAYERS[0])
+            of_ends[name] = max(0.0, fewer_s - _NUM_LAYERS[0] * of_layer[name])
+        return LayerTimes(
+            PassTimes(**of_layer),
+            PassTimes(**of_ends),
+            num_context_tokens=num_context_tokens,
+            num_passes=update_passes(self.config, role, recomputes=plan.recomputes),
+            resident_factor=resident_factor,
+        )
+
+    def seconds(
+        self, compute: Callable[[], object], afterwards: Callable[[], object] = lambda: None
+    ) -> float:
+        """Shortest time of a computation on the slowest rank. Other programs only make it slower.
+
+        Args:
+            compute: the computation, which all ranks start together. The first time is not counted.
+            afterwards: called after each, outside of the measurement.
+        """
+        times = []
+        num_times = 3
+        while len(times) < num_times:
+            self.world.gather(None)
+            start = time.perf_counter()
+            compute()
+            times.append(time.perf_counter() - start)
+            afterwards()
+            if len(times) == 1:
+                num_times += max(self.world.gather(int(_REPEATED_S / times[0])))
+        return max(self.world.gather(min(times[1:])))
 
 
 class _FewLayers:
-    """A model of a role with few layers, in the engines of a run.
+    """A model of a role with few layers, in the engines of a rank.
 
     Args:
-        config: the configuration.
+        measurement: context of the measurements.
         role: key of the role's section.
+        plan: model and ranks of the role.
         num_layers: number of layers.
-        dtype: dtype that computes.
+
+    Attributes:
+        num_sequences: sequences of a step that a rank generates and trains on.
+        rows: prompt and response of each row in the measured micro-batch.
+        num_context_tokens: tokens of each sequence in the measured decode steps.
     """
 
-    def __init__(self, config: Config, role: str, num_layers: int, dtype: torch.dtype) -> None:
-        self.config = config
-        self.is_actor = role == ACTOR
+    def __init__(
+        self, measurement: Measurement, role: str, plan: RolePlan, num_layers: int
+    ) -> None:
+        self.measurement = measurement
+        self.config = measurement.config
+        self.role = role
+        self.plan = plan
         self.num_layers = num_layers
-        policy = config.actor_rollout_ref.model
-        section = config.critic if role == CRITIC else config.actor_rollout_ref.actor
+        self.num_sequences = BatchPlan(self.config).num_sequences // plan.layout.world_size
+        self.num_context_tokens = 0
+        section = trained_section(self.config, role)
+        self.rows = self._micro_batch(micro_batch_tokens(self.config, role, plan))
+        model = self._random_model(torch.float32)
+        if adapter_rank(self.config, role):
+            add_adapter(model, self.config.actor_rollout_ref.model, seed=0)
+        scorer: Scorer = PolicyScorer(model) if role == ACTOR else ValueScorer(model)
+        # Ranks that do not share this role measure it each for itself.
+        processes = ONE_PROCESS
+        if plan.layout.world_size == measurement.world.size:
+            processes = Processes.arrange(measurement.world, plan.layout)
+        self.engine = FSDPEngine(
+            scorer,
+            dtype=measurement.dtype,
+            device=_CPU,
+            training=Training(section.optim, section.grad_clip, section.max_nonfinite_steps),
+            memory=Memory(gradient_checkpointing=plan.recomputes),
+            processes=processes,
+        )
+
+    def _micro_batch(self, most_tokens: int) -> list[tuple[list[int], list[int]]]:
+        """Rows of mean lengths: a micro-batch, or as many as are quick to compute."""
+        lengths = self.measurement.lengths
+        sizes = self.plan.sizes
+        num_parameters = _NUM_LAYERS[1] * sizes.layer_parameters + sizes.table_parameters
+        num_tokens = min(most_tokens, _PASS_S * self.measurement.flops / (6 * num_parameters))
+        response = [token % sizes.vocabulary for token in range(max(2, round(lengths.response)))]
+        prompt = [token % sizes.vocabulary for token in range(max(1, round(lengths.prompt)))]
+        rows = []
+        for row in range(max(1, min(int(num_tokens) // len(response), self.num_sequences))):
+            # Each prompt begins with its number, and has several responses.
+            first = row // self.config.actor_rollout_ref.rollout.n % sizes.vocabulary
+            rows.append(([first, *prompt[1:]], response))
+        return rows
+
+    def _random_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        """Make a model with random weights, the same on all ranks."""
+        policy = self.config.actor_rollout_ref.model
         path = policy.path
         override = policy.override_config
-        if role == CRITIC and config.critic.model.path:
-            path = config.critic.model.path
+        if self.role == CRITIC and self.config.critic.model.path:
+            path = self.config.critic.model.path
             override = {}
         assert path is not None, "the sizes were read from its config.json"
-        override = {**override, "num_hidden_layers": num_layers}
+        override = {**override, "num_hidden_layers": self.num_layers}
         layer_types = load_config(path).get_text_config().to_dict().get("layer_types")
         if layer_types:
             # The model may have fewer layers than are measured.
-            override["layer_types"] = list(islice(cycle(layer_types), num_layers))
+            override["layer_types"] = list(islice(cycle(layer_types), self.num_layers))
         model = skeleton_causal_lm(path, override_config=override)
+        generator = torch.Generator().manual_seed(0)
         for name, parameter in list(model.named_parameters()):
             parent, _, attribute = name.rpartition(".")
-            value = torch.empty(parameter.shape).uniform_(-_WEIGHT, _WEIGHT)
-            setattr(model.get_submodule(parent), attribute, nn.Parameter(value))
+            value = torch.empty(parameter.shape).uniform_(-_WEIGHT, _WEIGHT, generator=generator)
+            setattr(model.get_submodule(parent), attribute, nn.Parameter(value.to(dtype)))
         model.tie_weights()
-        if self.is_actor and policy.has_adapter:
-            add_adapter(model, policy, seed=0)
-        scorer: Scorer = PolicyScorer(model) if self.is_actor else ValueScorer(model)
-        memory_section = policy if self.is_actor else config.critic.model
-        self.engine = FSDPEngine(
-            scorer,
-            dtype=dtype,
-            device=torch.device("cpu"),
-            training=Training(section.optim, section.grad_clip, section.max_nonfinite_steps),
-            memory=Memory(
-                gradient_checkpointing=memory_section.enable_gradient_checkpointing is True
-            ),
-        )
-        self.section = section
+        return model
 
-    def times(self, batch: PackedBatch, lengths: Lengths, num_ranks: int) -> PassTimes:
-        """Measure an update, a pass without gradients and, of a policy, decode steps.
-
-        Args:
-            batch: tokens of the update and of the pass.
-            lengths: assumed mean lengths.
-            num_ranks: number of ranks that share the work of a step.
-        """
-        question = ScoreQuestion()
-        forward_s = _seconds(lambda: self.engine.forward([batch], question))
-        update_s = _seconds(lambda: self._backward(batch), afterwards=self._clear)
-        start_s = 0.0
-        step_s = 0.0
-        traits = self.config.actor_rollout_ref.rollout.traits
-        if self.is_actor and traits.packs_weights:
-            start_s = self._generation_s(lengths, num_ranks, 1)
-            more_s = self._generation_s(lengths, num_ranks, 1 + _DECODE_STEPS)
-            step_s = max(0.0, more_s - start_s) / _DECODE_STEPS
-        return PassTimes(
-            forward_s=forward_s / batch.num_tokens,
-            update_s=update_s / batch.num_tokens,
-            generation_start_s=start_s,
-            decode_step_s=step_s,
-        )
-
-    def resident_factor(self, batch: PackedBatch, sizes: ModelSizes) -> float:
+    def resident_factor(self) -> float:
         """Measure the growth of this process in updates, relative to the predicted tensors.
 
-        Args:
-            batch: tokens of the updates.
-            sizes: the model, with all of its layers.
+        The updates are those of a run: several micro-batches, and an optimizer step that allocates
+        moments the first time. What the C library keeps of freed tensors depends on this order.
 
         Returns:
             At least 1, and 1 if the system does not tell the peak.
         """
-        num_left_out = sizes.num_layers - self.num_layers
-        sizes = replace(
-            sizes,
-            num_layers=self.num_layers,
-            num_parameters=sizes.num_parameters - num_left_out * sizes.layer_parameters,
-        )
-        shape = UpdateShape(
-            num_tokens=batch.num_tokens,
-            num_predicted=len(batch.targets),
-            itemsize=self.engine.dtype.itemsize,
-            recomputes=self.engine.memory.gradient_checkpointing,
-            adapter_rank=adapter_rank(self.config, ACTOR if self.is_actor else CRITIC),
-            has_head=self.is_actor,
-            is_on_cpu=True,
-        )
-        predicted = update_memory(sizes, shape)
+        batch = pack_rows(self.rows, _CPU)
+        smaller_batch = pack_rows(self.rows[: len(self.rows) // 2 + 1], _CPU)
+        plan = replace(self.plan, sizes=self.plan.sizes.with_layers(self.num_layers))
+        predicted = predict_update(self.config, self.role, plan, batch.num_tokens)
         release_free_memory()
         if not forget_peak():
             return 1.0
         resident, _ = resident_bytes()
         for _ in range(_NUM_UPDATES):
-            self._backward(batch)
-            self._clear()
+            for micro_batch in (batch, batch, smaller_batch):
+                self._backward(micro_batch)
+            self.engine.optimizer_step(0.0)
+            release_free_memory()
         _, peak = resident_bytes()
-        growth = float(peak - resident)
-        if shape.itemsize == 4:
-            # Narrower parameters keep their sums of gradients between updates.
-            growth -= predicted.gradients
-        return max(1.0, growth / (predicted.activations + predicted.working))
+        growth = peak - resident - predicted.optimizer - predicted.gradients
+        factor = growth / (predicted.activations + predicted.working)
+        return max(1.0, *self.measurement.world.gather(factor))
+
+    def update_times(self) -> dict[str, float]:
+        """Measure passes without gradients, updates and optimizer steps, as in `PassTimes`."""
+        question = ScoreQuestion()
+        forward_s = self._micro_batch_times(lambda batch: self.engine.forward([batch], question))
+        update_s = self._micro_batch_times(self._backward)
+        batch = pack_rows(self.rows[:1], _CPU)
+        self._backward(batch)
+        optimizer_s = self.measurement.seconds(
+            lambda: self.engine.optimizer_step(0.0), lambda: self._backward(batch)
+        )
+        self._clear()
+        return {
+            "forward_call_s": forward_s[0],
+            "forward_token_s": forward_s[1],
+            "update_call_s": update_s[0],
+            "update_token_s": update_s[1],
+            "optimizer_s": optimizer_s,
+        }
+
+    def _micro_batch_times(self, compute: Callable[[PackedBatch], object]) -> tuple[float, float]:
+        """Seconds of a call and of each token, by micro-batches of two sizes."""
+        more = pack_rows(self.rows, _CPU)
+        fewer = pack_rows(self.rows[: -(-len(self.rows) // 4)], _CPU)
+        seconds = self.measurement.seconds
+        more_s = seconds(lambda: compute(more), self._clear)
+        if len(self.rows) == 1:
+            return 0.0, more_s / more.num_tokens
+        fewer_s = seconds(lambda: compute(fewer), self._clear)
+        token_s = max(0.0, more_s - fewer_s) / (more.num_tokens - fewer.num_tokens)
+        return max(0.0, more_s - token_s * more.num_tokens), token_s
 
     def _backward(self, batch: PackedBatch) -> None:
         """Compute the gradients of a micro-batch."""
@@ -228,46 +393,72 @@ class _FewLayers:
         """Drop the gradients."""
         self.engine.parameters.clear_gradients()
 
-    def batch(
-        self, sizes: ModelSizes, lengths: Lengths, flops: float, num_ranks: int
-    ) -> PackedBatch:
-        """Pack rows of mean lengths: a micro-batch, or as many rows as are quick to compute.
+    def generation_times(self) -> dict[str, float]:
+        """Measure weight sync, the start of a generation and decode steps, as in `PassTimes`.
+
+        Returns:
+            The times; none for a critic, and for an engine that does not compute in the trainer's
+            process.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        if self.role != ACTOR or not rollout.traits.packs_weights:
+            return {}
+        lengths = self.measurement.lengths
+        num_sequences = max(1, min(rollout.max_num_seqs, self.num_sequences))
+        model = self.engine.model
+        publish_s = 0.0
+        if not self.plan.layout.is_whole:
+            model = self._random_model(self.measurement.dtype)
+        engine = NativeEngine(model, max_num_seqs=num_sequences)
+        if not self.plan.layout.is_whole:
+            sync = CopiedWeights()
+
+            def publish() -> None:
+                sync.publish(self.engine.weights(), engine, 0)
+                sync.verify(engine, 0)
+
+            publish_s = self.measurement.seconds(publish)
+
+        num_tokens = round(lengths.prompt)
+        start_s = self._generation_s(engine, num_sequences, num_tokens, 1, num_samples=rollout.n)
+        # Decode steps in the middle of a response, if so long prompts are quick to compute.
+        num_operations = 2 * _NUM_LAYERS[1] * self.plan.sizes.layer_parameters * num_sequences
+        most_tokens = int(_PASS_S * self.measurement.flops / num_operations)
+        middle = round(lengths.prompt + (lengths.response - _DECODE_STEPS) / 2)
+        num_tokens = max(num_tokens, min(middle, most_tokens))
+        self.num_context_tokens = num_tokens + _DECODE_STEPS // 2
+        fewer_s = self._generation_s(engine, num_sequences, num_tokens, 1)
+        more_s = self._generation_s(engine, num_sequences, num_tokens, 1 + _DECODE_STEPS)
+        return {
+            "publish_s": publish_s,
+            "generation_start_s": start_s,
+            "decode_step_s": max(0.0, more_s - fewer_s) / _DECODE_STEPS,
+        }
+
+    def _generation_s(
+        self,
+        engine: NativeEngine,
+        num_sequences: int,
+        num_prompt_tokens: int,
+        num_new_tokens: int,
+        *,
+        num_samples: int = 1,
+    ) -> float:
+        """Seconds of a generation, from the packing of weights on.
 
         Args:
-            sizes: the model.
-            lengths: assumed mean lengths.
-            flops: operations per second of products.
-            num_ranks: number of ranks that share the work of a step.
+            engine: the rollout engine.
+            num_sequences: number of responses.
+            num_prompt_tokens: tokens of each prompt.
+            num_new_tokens: tokens of each response.
+            num_samples: responses to each prompt.
         """
-        batch = BatchPlan(self.config)
-        response = list(range(max(2, round(lengths.response))))
-        prompt = list(range(max(1, round(lengths.prompt))))
-        num_parameters = _NUM_LAYERS[1] * sizes.matrix_parameters / sizes.num_layers
-        num_parameters += sizes.table_parameters
-        most_tokens = micro_batch_tokens(self.config, self.section, num_ranks, lengths)
-        num_tokens = min(most_tokens, _PASS_S * flops / (6 * num_parameters))
-        num_rows = min(num_tokens / len(response), batch.num_sequences / num_ranks)
-        rows = []
-        num_samples = max(1, round(batch.num_sequences / batch.num_prompts))
-        for row in range(max(1, int(num_rows))):
-            # Each prompt begins with its number, and has several responses.
-            first = row // num_samples
-            tokens = [token % sizes.vocabulary for token in [first, *prompt[1:]]]
-            rows.append((tokens, [token % sizes.vocabulary for token in response]))
-        return pack_rows(rows, torch.device("cpu"))
-
-    def _generation_s(self, lengths: Lengths, num_ranks: int, num_new_tokens: int) -> float:
-        """Seconds of a generation with all sequences of a rank, from the packing of weights on."""
         rollout = self.config.actor_rollout_ref.rollout
-        batch = BatchPlan(self.config)
-        num_sequences = max(1, min(rollout.max_num_seqs, batch.num_sequences // num_ranks))
-        num_samples = max(1, round(batch.num_sequences / batch.num_prompts))
-        engine = NativeEngine(self.engine.model, max_num_seqs=num_sequences)
         prompts = []
         sampling = []
         for row in range(num_sequences):
-            first = row // num_samples % self.engine.model.config.vocab_size
-            prompts.append([first] * max(1, round(lengths.prompt)))
+            first = row // num_samples % self.plan.sizes.vocabulary
+            prompts.append([first] * max(1, num_prompt_tokens))
             sampling.append(
                 SamplingParams(
                     num_new_tokens,
@@ -284,32 +475,11 @@ class _FewLayers:
             engine.sleep()
             engine.wake()
 
-        return _seconds(lambda: engine.generate_batch(prompts, sampling), afterwards=forget_weights)
+        return self.measurement.seconds(
+            lambda: engine.generate_batch(prompts, sampling), forget_weights
+        )
 
 
 def _sum_of_outputs(outputs: Outputs) -> torch.Tensor:
     """A loss with a gradient for each token: the sum of log-probs or values."""
     return next(iter(outputs.values())).sum()
-
-
-def _seconds(
-    compute: Callable[[], object], *, afterwards: Callable[[], object] = lambda: None
-) -> float:
-    """Shortest time of a computation, since other programs only make it slower.
-
-    Args:
-        compute: the computation. The first time is not counted.
-        afterwards: called after each, outside of the measurement.
-    """
-    compute()
-    afterwards()
-    shortest_s = float("inf")
-    num_times = 0
-    end = time.perf_counter() + _REPEATED_S
-    while num_times < 2 or time.perf_counter() < end:
-        start = time.perf_counter()
-        compute()
-        shortest_s = min(shortest_s, time.perf_counter() - start)
-        num_times += 1
-        afterwards()
-    return shortest_s

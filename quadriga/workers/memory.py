@@ -81,7 +81,7 @@ def choose_memory(
     device_bytes = float(torch.cuda.mem_get_info(device)[1])
     plan = RolePlan(module_sizes(model), layout, dtype.itemsize, recomputes=setting is True)
     if plan.unknown_part:
-        return _choose_unpredicted(config, role, plan, device_bytes)
+        return _choose_unpredicted(config, role, setting, plan, device_bytes)
 
     plans = {role: plan, **_plan_other_roles(config, role, dtype.itemsize)}
     predicted = predict_phases(config, plans, role, device_bytes)
@@ -104,17 +104,17 @@ def choose_memory(
 
 
 def _choose_unpredicted(
-    config: Config, role: str, plan: RolePlan, device_bytes: float
+    config: Config, role: str, setting: bool | str, plan: RolePlan, device_bytes: float
 ) -> MemoryChoice:
     """Choose for a model or layout that the formulas do not cover, by the size of its state alone.
 
     Args:
         config: the configuration.
         role: key of the role's section.
+        setting: `enable_gradient_checkpointing` of the role.
         plan: plan of the role.
         device_bytes: memory of the device.
     """
-    model = config.critic.model if role == CRITIC else config.actor_rollout_ref.model
     is_adapted = role == ACTOR and config.actor_rollout_ref.model.has_adapter
     # Unlike activations, the state of weights and optimizer has a known size for any model.
     state_bytes = plan.layout.state_bytes(
@@ -122,22 +122,24 @@ def _choose_unpredicted(
     )
     if not plan.layout.has_own_modules and state_bytes >= _WARN_SHARE * device_bytes:
         _warn(config, f"weights and optimizer of {role} alone", state_bytes, device_bytes)
-    recomputes = model.enable_gradient_checkpointing is not False
+    recomputes = setting is not False
+    state = "on" if recomputes else "off"
     reason = "as configured"
-    if model.enable_gradient_checkpointing == "auto":
+    if setting == "auto":
         reason = f"the memory of an update is not predicted for {plan.unknown_part}"
-    return MemoryChoice(
-        recomputes, f"gradient checkpointing {'on' if recomputes else 'off'} ({reason})"
-    )
+    return MemoryChoice(recomputes, f"gradient checkpointing {state} ({reason})")
 
 
 def _plan_other_roles(config: Config, role: str, itemsize: int) -> dict[str, RolePlan]:
     """Plan the other roles on the same devices, whose state takes memory, too."""
     # Roles on one pool share its devices.
     pools = role_pools(config.trainer, enabled_roles(config))
-    pool_of_role = {CRITIC: pools.get("critic"), "reward_model": pools.get("reward_model")}
-    pool_of_role[DISTILLATION] = pools.get("teacher")
-    pool_of_role[ACTOR] = next((pools[name] for name in POLICIES if name in pools), None)
+    pool_of_role = {
+        ACTOR: next((pools[name] for name in POLICIES if name in pools), None),
+        CRITIC: pools.get("critic"),
+        "reward_model": pools.get("reward_model"),
+        DISTILLATION: pools.get("teacher"),
+    }
     has_critic = role == CRITIC or config.algorithm.adv_estimator == "gae"
     model = config.actor_rollout_ref.model
     paths = {

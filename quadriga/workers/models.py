@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ from quadriga.models.weight_files import RenamedFiles
 from quadriga.models.weight_names import ConvertedFiles, weight_buffers
 from quadriga.observe.machine import choose_dtype
 from quadriga.planning.module_sizes import module_sizes
-from quadriga.planning.phases import RolePlan, describe_update
+from quadriga.planning.phases import RolePlan, describe_rollout, describe_update
 from quadriga.workers.rollout_engines import rollout_engine_class
 
 _VALUE_HEAD = re.compile(r"(?:value_head\.linear|v_head\.summary|score|classifier)\.(weight|bias)")
@@ -85,11 +86,12 @@ def load_policy(
     """
     section = config.actor_rollout_ref.model
     loaded = load_model(config, section.path, PolicyScorer, dtype, processes)
+    model = loaded.scorer.model
     if config.actor_rollout_ref.actor.freeze_vision_tower:
-        vision_encoder(loaded.scorer.model).requires_grad_(False)
+        vision_encoder(model).requires_grad_(False)
     if not has_adapter:
         return loaded
-    read_factor = add_adapter(loaded.scorer.model, section, config.trainer.seed)
+    read_factor = add_adapter(model, section, config.trainer.seed)
     read_base = loaded.read
     # The scorer has its weights already, and the adapter's factors are initialized.
     if read_base is None:
@@ -136,19 +138,20 @@ def load_model(
     is_critic = scorer is ValueScorer
     is_replicated = processes.layout.is_whole
     # Weights are read from the folder shard by shard; of replicated weights, only the value head.
-    folder = None
-    if is_critic or not is_replicated:
-        folder = model_folder(path)
+    folder = model_folder(path) if is_critic or not is_replicated else None
     # Without a folder that can be read shard by shard, transformers loads all weights.
     if folder is None or is_replicated:
-        device = processes.world.device
         causal_lm = load_causal_lm(
-            path, dtype=dtype, device=device, needs_head=not is_critic, **options
+            path, dtype=dtype, device=processes.world.device, needs_head=not is_critic, **options
         )
         replicated = scorer(causal_lm)
-        # transformers does not know the value head, so it is read separately.
         if is_critic and folder is not None:
-            _read_value_head(replicated, folder)
+            # transformers does not know the value head. If the files have none, it stays zero.
+            files = _open_files(replicated, folder)
+            head = replicated.model.get_submodule("value_head")
+            for name, parameter in head.named_parameters("value_head"):
+                if name in files.shapes:
+                    parameter.data.copy_(files.read(name))
         return LoadedModel(replicated, None)
 
     loaded, missing = _read_by_shard(scorer(skeleton_causal_lm(folder, **options)), folder)
@@ -162,15 +165,6 @@ def load_model(
             fix="Load and save it once with transformers, or set fsdp_config.fsdp_size=1.",
         )
     return loaded
-
-
-def _read_value_head(critic: Scorer, folder: Path) -> None:
-    """Copy the value head from the files of a folder into a critic; without one it stays zero."""
-    files = _open_files(critic, folder)
-    head = critic.model.get_submodule("value_head")
-    for name, parameter in head.named_parameters("value_head"):
-        if name in files.shapes:
-            parameter.data.copy_(files.read(name))
 
 
 def load_reward_scorer(
@@ -194,9 +188,8 @@ def load_reward_scorer(
     folder = None if processes.layout.is_whole else model_folder(path)
     # All weights are loaded now, because each rank holds them, or only transformers reads the files.
     if folder is None:
-        device = processes.world.device
         model = load_reward_model(
-            path, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+            path, dtype=dtype, device=processes.world.device, trust_remote_code=trust_remote_code
         )
         return LoadedModel(RewardScorer(model), None)
     has_vision = is_vision(load_config(folder, trust_remote_code=trust_remote_code))
@@ -256,10 +249,9 @@ def _open_files(scorer: Scorer, folder: Path) -> RenamedFiles:
 
     def rename_head(name: str) -> str:
         """Translate the name of a weight in the files to the name in the scorer."""
-        match = None
-        if isinstance(scorer, ValueScorer):
-            match = _VALUE_HEAD.fullmatch(name)
-        return f"{scorer.head}.{match[1]}" if match else name
+        match = _VALUE_HEAD.fullmatch(name)
+        is_value_head = match and isinstance(scorer, ValueScorer)
+        return f"{scorer.head}.{match[1]}" if is_value_head else name
 
     files = RenamedFiles(open_model(folder), rename_head)
     num_labels = files.shapes.get(f"{ValueScorer.head}.weight", (1,))[0]
@@ -297,7 +289,6 @@ def check_models(config: Config, *, has_critic: bool) -> None:
         raise too_long(num_tokens, positions, str(path))
     _check_packing(config, policy, has_critic=has_critic)
     _check_routers(config, policy)
-
     _check_rollout_heads(config, policy_text)
 
     # Megatron: does it have this architecture? Any engine: do heads and layers divide?
@@ -357,12 +348,11 @@ def _check_rollout_heads(config: Config, text: Any) -> None:
     fits_kv_heads = num_kv_heads % size == 0 or size % num_kv_heads == 0
     if num_heads % size == 0 and fits_kv_heads:
         return
-    expected = f"a number that divides them, and that {num_kv_heads} key-value heads "
-    expected += "divide or are divided by"
     raise ConfigError(
         f"{ROLLOUT}.tensor_model_parallel_size",
         got=f"{size}, for {num_heads} heads and {num_kv_heads} key-value heads",
-        expected=expected,
+        expected=f"a number that divides them, and that {num_kv_heads} key-value heads "
+        "divide or are divided by",
         fix="Choose another one.",
     )
 
@@ -438,20 +428,18 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
             continue
         path, options = _path_and_options(config, where)
         # On "meta", where parameters have sizes, but no values.
-        skeleton = skeleton_causal_lm(path, trust_remote_code=model.trust_remote_code, **options)
+        skeleton = skeleton_causal_lm(path, **options)
         is_adapted = model.has_adapter and where == ACTOR
         # The weights below an adapter get no gradients, which costs less.
         cost = model_cost(skeleton.requires_grad_(not is_adapted))
         total = sum(parameter.numel() for parameter in skeleton.parameters())
-        mixture_layers = list(mixtures(skeleton))
-        in_experts = 0
-        for layer in mixture_layers:
-            in_experts += sum(parameter.numel() for parameter in layer.experts.parameters())
+        layers = list(mixtures(skeleton))
+        expert_parameters = [layer.experts.parameters() for layer in layers]
+        in_experts = sum(parameter.numel() for parameter in chain(*expert_parameters))
         text = f"{where}: {total / 1e6:.1f} M parameters"
-        if mixture_layers:
-            first_layer = mixture_layers[0]
-            counts = f"{router_of(first_layer).top_k} of {first_layer.experts.num_experts}"
-            counts += f" in each of {len(mixture_layers)} layers"
+        if layers:
+            counts = f"{router_of(layers[0]).top_k} of {layers[0].experts.num_experts}"
+            counts += f" in each of {len(layers)} layers"
             text += f", {in_experts / 1e6:.1f} M of them experts, {counts} for a token"
         # Of a mixture of experts, these count only the experts that a token goes through. The FLOPs
         # are those of a single token, which attends to none before it.
@@ -475,6 +463,9 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         )
         plan = RolePlan(module_sizes(skeleton), layout)
         yield f"{where}: {describe_update(config, where, plan)}"
+        rollout_memory = describe_rollout(config, plan) if where == ACTOR else ""
+        if rollout_memory:
+            yield f"{ROLLOUT}: {rollout_memory}"
 
 
 def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
@@ -510,11 +501,8 @@ def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
 
 def _num_experts(text: Any) -> int:
     """Number of experts per layer; 0 for a dense model."""
-    for name in EXPERT_COUNTS:
-        count = getattr(text, name, None)
-        if count:
-            return count
-    return 0
+    counts = (getattr(text, name, None) for name in EXPERT_COUNTS)
+    return next(filter(None, counts), 0)
 
 
 def _check_routers(config: Config, policy: Any) -> None:
@@ -523,7 +511,7 @@ def _check_routers(config: Config, policy: Any) -> None:
     num_ranks = config.actor_rollout_ref.rollout.expert_parallel_size
     fix = "Leave the key out."
     # Values that need experts, by key.
-    values: dict[str, Any] = {}
+    values = {}
     if actor.router_aux_loss_coef:
         values[f"{ACTOR}.router_aux_loss_coef"] = actor.router_aux_loss_coef
     if actor.router_z_loss_coef:
@@ -637,12 +625,14 @@ def _check_vision_of_role(where: str, layout: Layout, model: Any, policy: Any) -
     vision = getattr(model, "vision_config", None)
     num_needed = len(getattr(vision, "deepstack_visual_indexes", ()))
     first_stage = layers_of_stage(model.get_text_config().num_hidden_layers, 0, layout.pp)
-    num_layers = len(first_stage)
-    if num_needed > num_layers:
-        got = f"{layout.describe()}, with {num_layers} layers in the first stage "
-        got += f"({model.model_type})"
-        expected = f"at least {num_needed} there, which images are added to"
-        raise ConfigError(where, got=got, expected=expected, fix="Take fewer stages.")
+    if num_needed > len(first_stage):
+        raise ConfigError(
+            where,
+            got=f"{layout.describe()}, with {len(first_stage)} layers in the first stage "
+            f"({model.model_type})",
+            expected=f"at least {num_needed} there, which images are added to",
+            fix="Take fewer stages.",
+        )
 
 
 def _image_inputs(model: Any) -> tuple[Any, ...]:
@@ -681,16 +671,15 @@ def _arranged_models(config: Config, *, has_critic: bool) -> Iterator[tuple[str,
 def _model_config(config: Config, where: str) -> Any:
     """Load the configuration of a role's model."""
     path, options = _path_and_options(config, where)
-    return load_config(
-        path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code, **options
-    )
+    return load_config(path, **options)
 
 
 def _path_and_options(config: Config, where: str) -> tuple[str, dict[str, Any]]:
-    """Path of a role's model, and `override_config` if it is the policy's model."""
+    """Path of a role's model, and the options with which transformers reads it."""
     model = config.actor_rollout_ref.model
     paths = {ACTOR: model.path, CRITIC: config.critic.model.path or model.path}
     path = paths.get(where, config.reward_model.model.path or "")
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     if path == model.path:
-        return path, {"override_config": model.override_config}
-    return path, {}
+        options["override_config"] = model.override_config
+    return path, options

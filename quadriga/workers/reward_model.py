@@ -36,16 +36,19 @@ _KEY = "reward_model.model.input_tokenizer"
 class RewardModelWorker(EngineWorker):
     """A frozen reward model, which scores the responses of the policy."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the model and its tokenizer. Returns the choices, with reasons, to be printed."""
         section = self.config.reward_model
         model_section = section.model
         self.join(section, model_section.fsdp_config, "reward_model.model")
 
-        path = str(model_section.path)
-        trust = model_section.trust_remote_code
-        loaded = load_reward_scorer(path, self.dtype.value, self.processes, trust_remote_code=trust)
+        loaded = load_reward_scorer(
+            str(model_section.path),
+            self.dtype.value,
+            self.processes,
+            trust_remote_code=model_section.trust_remote_code,
+        )
         model = loaded.scorer.model
         self.vocabulary_size = model.get_input_embeddings().num_embeddings
         self.engine, about = self.build_frozen(loaded, model_section.fsdp_config, "reward model")
@@ -67,12 +70,12 @@ class RewardModelWorker(EngineWorker):
             reason += f", up to {self.limit} tokens"
         return {"reward model": about, "reward inputs": reason}
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    @register(Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def reads_chats(self) -> bool:
         """Whether `compute_rm_score` reads `CHAT_OBJECTS` besides the tokens."""
         return self.judge is not None
 
-    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @register(BY_REPLICA, blocking=False)
     @timed("rm")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Score responses.
@@ -88,19 +91,16 @@ class RewardModelWorker(EngineWorker):
             EngineError, DataError: see `sequences`.
             RewardError: a score is not finite.
         """
-        rows = self.sequences(data)
+        sequences = self.sequences(data)
         # Too long sequences lose their beginning.
-        num_cut = 0
-        if self.limit is not None:
-            for number, row in enumerate(rows):
-                rows[number] = row.cut(self.limit)
-                if rows[number] is not row:
-                    num_cut += 1
+        rows = [sequence.cut(self.limit) for sequence in sequences]
+        num_cut = sum(row is not sequence for row, sequence in zip(rows, sequences, strict=True))
 
         section = self.config.reward_model
         num_sequences = None if section.use_dynamic_bsz else section.micro_batch_size_per_gpu
-        max_tokens = section.forward_max_token_len_per_gpu
-        micro = MicroBatching(num_sequences, max_tokens, self.share_prompts)
+        micro = MicroBatching(
+            num_sequences, section.forward_max_token_len_per_gpu, self.share_prompts
+        )
         scores = infer(self.engine, sequences_batch(rows), micro)["scores"].sum(-1)
         release_free_memory()
 
@@ -108,11 +108,14 @@ class RewardModelWorker(EngineWorker):
         broken_rows = (~torch.isfinite(scores)).nonzero()[:, 0].tolist()
         if broken_rows:
             first = broken_rows[0]
-            got = f"{len(broken_rows)} of {len(scores)} scores that are not finite, "
-            got += f"first {scores[first]:g} for row {first}"
-            fix = "Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's "
-            fix += "weights."
-            raise RewardError("reward model", got=got, expected="finite scores", fix=fix)
+            raise RewardError(
+                "reward model",
+                got=f"{len(broken_rows)} of {len(scores)} scores that are not finite, "
+                f"first {scores[first]:g} for row {first}",
+                expected="finite scores",
+                fix="Set reward_model.model.fsdp_config.model_dtype=float32, or check the model's "
+                "weights.",
+            )
 
         # The score belongs to the last valid token, even if the response mask leaves it out.
         num_columns = data.batch["response_mask"].shape[1]
@@ -140,7 +143,7 @@ class RewardModelWorker(EngineWorker):
         position_ids = data.batch["position_ids"].cpu()
         width = input_ids.shape[1] - data.batch["response_mask"].shape[1]
         image_inputs = data.non_tensor_batch.get("multi_modal_inputs", [None] * len(data))
-        rows: list[SequenceTokens] = []
+        rows = []
         for number, (tokens, valid) in enumerate(zip(input_ids, is_valid, strict=True)):
             # Without padding.
             prompt = tokens[:width][valid[:width]].tolist()
@@ -152,8 +155,7 @@ class RewardModelWorker(EngineWorker):
                 empty = "response" if prompt else "prompt"
                 where = f"row {number} of a batch for the reward model"
                 raise EngineError(f"{where}: got an empty {empty}, expected at least one token")
-            inputs = image_inputs[number] or {}
-            rows.append(SequenceTokens(prompt, response, positions, inputs))
+            rows.append(SequenceTokens(prompt, response, positions, image_inputs[number] or {}))
         if self.judge is not None:
             # Positions and images are for the policy's tokens, which rendering would change.
             if any(row.inputs for row in rows):
@@ -187,11 +189,11 @@ class SequenceTokens:
     # Inputs of the vision encoder, if the row has images or videos.
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def cut(self, limit: int) -> "SequenceTokens":
+    def cut(self, limit: int | None) -> "SequenceTokens":
         """Cut a row to its last `limit` tokens, of which the first always counts as prompt.
 
         Args:
-            limit: maximum number of tokens.
+            limit: maximum number of tokens. None: no limit.
 
         Returns:
             The row itself if it is not longer, else a shorter row.
@@ -200,12 +202,15 @@ class SequenceTokens:
             EngineError: the row has images or videos, which cannot be cut.
         """
         length = len(self.prompt) + len(self.response)
-        if length <= limit:
+        if limit is None or length <= limit:
             return self
         if self.inputs:
-            expected = f"at most {limit}, for a row with images or videos is not cut"
-            fix = "Raise reward_model.max_length, or lower data.max_prompt_length."
-            raise EngineError("reward model", got=f"{length} tokens", expected=expected, fix=fix)
+            raise EngineError(
+                "reward model",
+                got=f"{length} tokens",
+                expected=f"at most {limit}, for a row with images or videos is not cut",
+                fix="Raise reward_model.max_length, or lower data.max_prompt_length.",
+            )
         tokens = [*self.prompt, *self.response][-limit:]
         # If the response alone is longer than the limit, its first remaining token is the prompt.
         prompt_length = max(1, len(tokens) - len(self.response))
@@ -276,11 +281,11 @@ def rendered_chats(
     encoded = judge(rendered, add_special_tokens=False)["input_ids"] if rendered else []
 
     # Tokens that all responses to a prompt share count as prompt, so that they are computed once.
-    groups: dict[Any, list[list[int]]] = {}
+    groups = {}
     for uid, tokens in zip(uids, encoded, strict=True):
         groups.setdefault(uid, []).append(tokens)
     shared_lengths = {uid: _shared_length(sequences) for uid, sequences in groups.items()}
-    rows: list[SequenceTokens] = []
+    rows = []
     for uid, tokens in zip(uids, encoded, strict=True):
         length = shared_lengths[uid]
         rows.append(SequenceTokens(tokens[:length], tokens[length:]))
@@ -393,17 +398,17 @@ def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:
     response_width = max((len(row.response) for row in rows), default=0) + 1
     input_ids = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
-    spans: list[slice] = []
+    response_mask = torch.zeros(len(rows), response_width, dtype=torch.int64)
+    spans = []
     for number, row in enumerate(rows):
         span = slice(prompt_width - len(row.prompt), prompt_width + len(row.response))
         spans.append(span)
         input_ids[number, span] = torch.tensor([*row.prompt, *row.response])
         # The dummy token, with id 0, follows the sequence.
         attention_mask[number, span.start : span.stop + 1] = 1
-    lengths = torch.tensor([len(row.response) for row in rows], dtype=torch.int64)
-    response_mask = (torch.arange(response_width) == lengths[:, None]).long()
+        response_mask[number, len(row.response)] = 1
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    objects: dict[str, Any] = {}
+    objects = {}
     if any(row.positions is not None for row in rows):
         position_ids = position_ids[:, None].repeat(1, 3, 1)
         for number, row in enumerate(rows):

@@ -47,7 +47,7 @@ class RolloutWorker(Worker):
         self._receiver: WeightReceiver | ReshardedWeights | None = None
         self.stream: ServedStream | None = None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Build the engine or the stream. Returns the choices, with reasons, to be printed."""
         # A process with several devices sees no others, so its first one has index 0.
@@ -74,12 +74,12 @@ class RolloutWorker(Worker):
         return self._make_generator()
 
     def _make_generator(self) -> ResponseGenerator:
-        """Build a generator."""
+        """Build an engine, with weights of its own, and its generator."""
         model_dtype = self.config.actor_rollout_ref.actor.fsdp_config.model_dtype
         size = rollout_group_size(self.config)
         group = None
         if size > 1:
-            # A group of its own for each engine, because engines may compute at the same time.
+            # Each engine has its own process groups: engines may compute at the same time.
             group = RolloutGroup(self.rank, self.world_size, size, self.device)
         return ResponseGenerator(
             self.config,
@@ -91,24 +91,24 @@ class RolloutWorker(Worker):
             group=group,
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, materialize_futures=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False, materialize_futures=False)
     def call_stream(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of the stream (`ServedStream`)."""
         getattr(self.stream, method)(*args, **kwargs)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, beside=True)
+    @register(Dispatch.ONE_TO_ALL, blocking=False, beside=True)
     def stream_events(self) -> list[tuple[str, int, Any]]:
         """Events of the stream; see `ServedStream.events`."""
         assert self.stream is not None
         return self.stream.events()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, beside=True)
+    @register(Dispatch.ONE_TO_ALL, beside=True)
     def exchange_calls(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> QueueReply:
         """Exchange the calls of a server; see `CallQueue.exchange`."""
         generation = self.generation if self.stream is None else self.stream.generation
         return generation.exchange_calls(calls, cancelled)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def expect_weights(self, address: Address) -> None:
         """Connect to the sender of the actor's weights, in place of an earlier connection."""
         if sends_parts(self.config):
@@ -126,7 +126,7 @@ class RolloutWorker(Worker):
             self._receiver.close()
         self._receiver = WeightReceiver(address, self.rank, self.device)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int) -> bool:
         """Load weights that the actor is sending. The engine refuses to generate with any others.
 
@@ -141,14 +141,14 @@ class RolloutWorker(Worker):
         self.weight_version = version
         return self.generation.engine.has_frozen_weights
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate responses to prompts; see `rollout.generate_sequences`."""
         # Refuse to generate with weights that were not loaded completely.
         self.receiver.verify(self.generation.engine, self.weight_version)
         return self.generation.generate(prompts, self.weight_version)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Release the engines and the connection to the actor."""
         if self.stream is not None:

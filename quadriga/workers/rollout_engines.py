@@ -47,9 +47,12 @@ def rollout_engine_class(config: Config) -> type[RolloutEngine]:
     if engine.from_config.__qualname__ == RolloutEngine.from_config.__qualname__:
         missing_methods.append("from_config")
     if missing_methods:
-        got = f"{rollout.name}, without {' and '.join(missing_methods)}"
-        fix = f"Write them in the class {engine.__name__}, as in examples/custom/engine.py."
-        raise ConfigError(where, got=got, expected="all methods of a rollout engine", fix=fix)
+        raise ConfigError(
+            where,
+            got=f"{rollout.name}, without {' and '.join(missing_methods)}",
+            expected="all methods of a rollout engine",
+            fix=f"Write them in the class {engine.__name__}, as in examples/custom/engine.py.",
+        )
     return engine
 
 

@@ -35,25 +35,25 @@ class SupervisedWorker(Learner):
     def prepare(self) -> tuple[LoadedModel, Objective]:
         """Load the model with its head, and build the loss."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the model and build the engine. Returns the choices, with reasons, to be printed."""
         self.join(self.section, self.section.fsdp_config, ACTOR)
         model = self.config.actor_rollout_ref.model
         loaded, self.objective = self.prepare()
         choices = self.make_engine(loaded, model, "model")
-        choices |= self.describe("model", has_adapter=model.has_adapter)
+        choices |= self.describe("model")
         choices["weights"] += self.offload_training()
         return choices
 
-    @register(dispatch_mode=BY_REPLICA)
+    @register(BY_REPLICA)
     def update(self, data: DataProto) -> DataProto:
         """Take one optimizer step on a whole batch. Returns metrics."""
         # A batch has `ppo_mini_batch_size` examples, of one row or, for reward models, of two. With
         # room for two rows per example, it is a single mini-batch.
         return self.learn(data, 2)
 
-    @register(dispatch_mode=BY_REPLICA)
+    @register(BY_REPLICA)
     def predict(self, data: DataProto) -> DataProto:
         """Predict `column` [B, T]: the log-prob of each token, or the score at the last token."""
         micro = Passes.of(self.section, 1, 0, share_prompts=self.share_prompts).micro

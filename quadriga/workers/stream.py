@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
+from itertools import zip_longest
 from threading import Condition
 from typing import Any, NamedTuple
 
@@ -49,6 +50,18 @@ class WeightCopy(NamedTuple):
 
     weights: Mapping[str, torch.Tensor]
     fingerprints: Mapping[str, str]
+
+
+def join_shares(shares: Sequence[WeightCopy]) -> WeightCopy:
+    """Join the shares that the trainer's ranks copied in turn, in the order of the model."""
+    weights: dict[str, torch.Tensor] = {}
+    fingerprints: dict[str, str] = {}
+    for round_of_ranks in zip_longest(*(share.weights.items() for share in shares)):
+        # In the last round some ranks have nothing.
+        weights.update(filter(None, round_of_ranks))
+    for share in shares:
+        fingerprints.update(share.fingerprints)
+    return WeightCopy(weights, fingerprints)
 
 
 SavedResponse = tuple[Any, ...]
@@ -79,7 +92,7 @@ class GenerationStream:
             assert engine.traits.takes_shards, "checked with the configuration"
             self._shards = engine.wanted_shards()
             device = self.group.device
-            memory: dict[str, torch.Tensor] = {}
+            memory = {}
             for name, (box, dtype) in self._shards.items():
                 memory[name] = torch.empty(box.shape, dtype=dtype, device=device)
             engine.hold_shards(memory)
@@ -108,36 +121,38 @@ class GenerationStream:
         if self._loop is not None:
             self._converse(groups)
             return
+        # Requests and their futures by group and number of the row, as are saved responses.
         requests = self._requests_of_groups(groups)
-        saved_responses = {(group, row): _response_of(fields) for group, row, *fields in saved}
-        # "abort": the response had not ended when it was saved.
-        unfinished = [
-            key for key, response in saved_responses.items() if response.finish_reason == "abort"
-        ]
-        if unfinished and not self.engine.traits.continues_unfinished:
+        futures = {}
+        to_continue = {}
+        for group, row, *fields in saved:
+            response = _response_of(fields)
+            if response.finish_reason == "abort":
+                # It had not ended when it was saved.
+                to_continue[group, row] = response
+            else:
+                futures[group, row] = Future()
+                futures[group, row].set_result(response)
+        if to_continue and not self.engine.traits.continues_unfinished:
             raise RolloutError(
                 f"rollout.name={self.generation.config.actor_rollout_ref.rollout.name}",
-                got=f"{len(unfinished)} responses that another engine has begun",
+                got=f"{len(to_continue)} responses that another engine has begun",
                 expected="a checkpoint without unfinished responses",
                 fix=f"Resume with rollout.name={engines_with('continues_unfinished')}.",
             )
 
-        # First those to continue, then new ones.
-        order = [*unfinished, *(key for key in requests if key not in saved_responses)]
+        # The engine takes first those to continue, then new ones.
+        order = list(to_continue)
+        order += [key for key in requests if key not in to_continue and key not in futures]
         ordered_requests = [requests[key] for key in order]
         prompts, sampling, images = map(list, zip(*ordered_requests, strict=True))
-        to_continue = [saved_responses[key] for key in unfinished]
-        futures = self.engine.begin(prompts, sampling, images, joined, to_continue)
-        future_of_response = dict(zip(order, futures, strict=True))
+        begun = self.engine.begin(prompts, sampling, images, joined, list(to_continue.values()))
+        futures |= zip(order, begun, strict=True)
         started = time.perf_counter()
-        # Responses that had already ended when they were saved.
-        for key in saved_responses.keys() - future_of_response.keys():
-            future_of_response[key] = Future()
-            future_of_response[key].set_result(saved_responses[key])
 
         # All groups are open before the first callback runs.
         for group, rows in groups.items():
-            self._open[group] = [future_of_response[group, row] for row in range(len(rows))]
+            self._open[group] = [futures[group, row] for row in range(len(rows))]
         for group, rows in groups.items():
             for future in tuple(self._open[group]):
                 future.add_done_callback(partial(self._end_request, group, rows, started))
@@ -156,7 +171,7 @@ class GenerationStream:
         config = self.generation.config
         rollout = config.actor_rollout_ref.rollout
         length = config.data.max_response_length
-        requests: dict[tuple[int, int], tuple[Any, ...]] = {}
+        requests = {}
         for group, rows in groups.items():
             fields = requests_of(rows, rollout, length, config.trainer.seed)
             for row, request in enumerate(zip(*fields, images_of(rows), strict=True)):
@@ -174,7 +189,7 @@ class GenerationStream:
         """Load weights between two steps.
 
         Args:
-            weights: called between the steps, and may wait. Returns a future whose first item is a
+            weights: called between the steps, and may wait. Returns a future of the shares of a
                 `WeightCopy`, or None to keep the older weights.
             version: version of the weights.
             keeps_cache: whether unfinished responses continue on the KV cache of older weights.
@@ -187,7 +202,7 @@ class GenerationStream:
             """Publish the weights. Called by the engine between two steps."""
             future = weights()
             if future is not None:
-                self._publish(future.get()[0], version)
+                self._publish(join_shares(future.get()), version)
 
         return self.engine.between_steps(publish, keeps_cache=keeps_cache)
 
@@ -205,15 +220,18 @@ class GenerationStream:
         if self.group is None:
             self._weights.publish(copied.weights.items(), self.engine, version, fingerprints)
             return
-        changed: list[str] = []
         # Shards have other fingerprints, so check the full weights before they are cut.
+        changed = []
         for name, tensor in copied.weights.items():
             if tensor_fingerprint(tensor) != fingerprints[name]:
                 changed.append(name)
         if changed:
-            got = f"{len(changed)} of {len(fingerprints)} weights that differ: {name_some(changed)}"
-            where = f"weights of version {version}"
-            raise WeightSyncError(where, got=got, expected="what the trainer sent")
+            raise WeightSyncError(
+                f"weights of version {version}",
+                got=f"{len(changed)} of {len(fingerprints)} weights "
+                f"that differ: {name_some(changed)}",
+                expected="what the trainer sent",
+            )
 
         def shards() -> Iterator[tuple[str, torch.Tensor]]:
             """Cut this rank's shard out of each full tensor."""
@@ -242,14 +260,14 @@ class GenerationStream:
             """Collect the responses. Called by the engine between two steps."""
             # Groups that another thread starts from now on are not saved, and start again later.
             groups = tuple(self._open.items())
-            places: dict[Future[Any], tuple[int, int]] = {}
+            places = {}
             for group, futures in groups:
                 for row, future in enumerate(futures):
                     places[future] = (group, row)
             # In the order in which they are reported: ended ones, then those that continue.
             responses = {future: future.result() for future in places if future.done()}
             responses |= engine.unfinished()
-            saved: list[SavedResponse] = []
+            saved = []
             for future, response in responses.items():
                 # The engine also has responses of groups that were aborted or started meanwhile.
                 if future in places:
@@ -313,10 +331,13 @@ class GenerationStream:
     ) -> DataProto:
         """Join the responses of a group to rows. Raises the error of a response that failed."""
         completions = [future.result() for future in futures]
-        length = self.generation.config.data.max_response_length
-        pad = self.generation.tokenizer.pad_token_id
         return batch_of_completions(
-            rows, completions, self.engine.weight_version, length, pad, started
+            rows,
+            completions,
+            self.engine.weight_version,
+            self.generation.config.data.max_response_length,
+            self.generation.tokenizer.pad_token_id,
+            started,
         )
 
 
@@ -355,7 +376,7 @@ class ServedStream(GenerationStream):
                 """Load the weights that the leader of the group loads. Called by the engine."""
                 weights = self._wait_for_weights(version)
                 assert weights is not None, "the leader loads only weights that it was given"
-                self._publish(weights.get()[0], version)
+                self._publish(join_shares(weights.get()), version)
 
             self.engine.take_weights = publish
             self._following = in_background(self.engine.follow, "rank of a rollout group")
@@ -403,6 +424,7 @@ class ServedStream(GenerationStream):
             version: version of the weights.
             weights: see `load`. None: keep the older weights.
         """
+        # Wait for the weights here, in the driver's call: the engine then finds them complete.
         received = None if weights is None else DataProtoFuture(list, weights.get(), resolve=list)
         with self._changed:
             # If the leader of a group keeps its weights, the other ranks do not wait for new ones.
@@ -413,16 +435,13 @@ class ServedStream(GenerationStream):
     def hand_out(self) -> None:
         """Report unfinished responses at the next step; see `save`."""
 
-        def report_responses(_: int, saved: list[SavedResponse]) -> None:
-            """Report the responses to the driver."""
-            self._report("saved", 0, lambda: saved)
-
         def report_failure(done: Future[int]) -> None:
             """Report an error of the save to the driver."""
             if done.exception() is not None:
                 self._queued_events.put(("saved", 0, done.result))
 
-        self.save(report_responses).add_done_callback(report_failure)
+        saving = self.save(lambda _, saved: self._report("saved", 0, lambda: saved))
+        saving.add_done_callback(report_failure)
 
     def go_on(self) -> None:
         """Continue after an event: the driver has handled one more."""
@@ -439,7 +458,7 @@ class ServedStream(GenerationStream):
             The events: ("ended", group, its rows), ("loaded", version, version of the weights since
             then) or ("saved", 0, responses from `save`).
         """
-        events: list[tuple[str, int, Callable[[], Any]]] = []
+        events = []
         deadline = time.monotonic() + EVENTS_WITHIN_S
         # The other ranks of a group only report errors. They do not wait, because the leader does.
         waits = self._following is None

@@ -42,7 +42,7 @@ _OUTPUTS = {
 class TeacherWorker(EngineWorker):
     """The teachers of all data sources."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the teachers. Returns the choices, with reasons, to be printed."""
         self.section = self.config.distillation
@@ -51,7 +51,7 @@ class TeacherWorker(EngineWorker):
         # Each teacher is in one of these.
         self.engines: dict[str, FSDPEngine] = {}  # by folder
         self.servers: dict[str, ServedScorer] = {}  # by address
-        descriptions: list[str] = []
+        descriptions = []
         for path in self.section.all_teachers:
             if is_served(path):
                 self.servers[path] = _make_client(self.config, path)
@@ -64,7 +64,7 @@ class TeacherWorker(EngineWorker):
             descriptions.append(f"{path}, {size}")
         return {"teacher": "; ".join(descriptions)}
 
-    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @register(BY_REPLICA, blocking=False)
     @timed("teacher")
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """Score each row by the teacher of its data source.
@@ -92,7 +92,7 @@ class TeacherWorker(EngineWorker):
             # Also without rows: if the ranks share the teacher's weights, all must take part.
             rows = [row for row, teacher in enumerate(teacher_of_row) if teacher == path]
             part = data if len(rows) == len(data) else data.select_idxs(rows)
-            scores: dict[str, torch.Tensor] = {}
+            scores = {}
             if path in self.engines:
                 scores = self._infer(self.engines[path], part)
             elif self.processes.place.is_collected:
@@ -122,8 +122,13 @@ class TeacherWorker(EngineWorker):
             positions = rows.batch["attention_mask"].cumsum(-1) - 1
             rows.batch["position_ids"] = positions.clamp(min=0)
         micro = MicroBatching(None, section.log_prob_max_token_len_per_gpu, self.share_prompts)
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        return infer(teacher, rows, micro, temperature=temperature, top_k=section.num_top_tokens)
+        return infer(
+            teacher,
+            rows,
+            micro,
+            temperature=self.config.actor_rollout_ref.rollout.temperature,
+            top_k=section.num_top_tokens,
+        )
 
     def _teachers_of_rows(self, data: DataProto) -> list[str]:
         """Folder or addresses of the teacher of each row, [B]."""
@@ -135,7 +140,7 @@ class TeacherWorker(EngineWorker):
         require_teachers(self.config, zip(places, sources, strict=True))
         return [str(self.section.teacher_of(source)) for source in sources]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Close the connections to servers, and leave the process group of the role."""
         for server in self.servers.values():
@@ -218,12 +223,11 @@ def _check_vocabulary(config: Config, key: str, path: str, vocab: Mapping[str, i
     if not differing:
         return
     token = differing[0]
-    got = f"'{path}', whose tokenizer has other ids for {len(differing)} tokens, "
-    got += f"first {token!r} ({teacher_vocab.get(token, 'none')}; "
-    got += f"the student's {vocab.get(token, 'none')})"
     raise ConfigError(
         key,
-        got=got,
+        got=f"'{path}', whose tokenizer has other ids for {len(differing)} tokens, "
+        f"first {token!r} ({teacher_vocab.get(token, 'none')}; "
+        f"the student's {vocab.get(token, 'none')})",
         expected="the student's tokens under the same ids",
         fix="Choose a teacher with the student's vocabulary.",
     )

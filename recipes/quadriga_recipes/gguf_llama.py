@@ -216,6 +216,7 @@ def _known_names(header: _Header) -> dict[str, str] | None:
     for layer in range(metadata["llama.block_count"]):
         for short, long in _LAYER_NAMES.items():
             names[f"blk.{layer}.{short}.weight"] = f"model.layers.{layer}.{long}.weight"
+    # A model with tied embeddings has no output layer.
     if f"{_OUTPUT}.weight" not in header.tensors:
         del names[f"{_OUTPUT}.weight"]
     return names if names.keys() == header.tensors.keys() else None

@@ -75,10 +75,31 @@ def prepare_model(name_or_path: str, output_dir: Path) -> Path:
     source = _describe_source(name_or_path)
     if is_prepared(output_dir, source):
         return output_dir
-    _refuse_foreign_folder(output_dir)
+    is_foreign = output_dir.is_file()
+    if output_dir.is_dir() and not (output_dir / MANIFEST).exists():
+        is_foreign = any(output_dir.iterdir())
+    if is_foreign:
+        raise DataError(
+            _WHERE,
+            got=f"--output {output_dir}, which already holds something else",
+            expected="a new or empty folder, or one made by this command",
+            fix="Name another folder, or empty that one yourself.",
+        )
+
     with tempfile.TemporaryDirectory(prefix="quadriga-model-") as scratch:
         model, tokenizer = _load_source(name_or_path, Path(scratch))
-        _write_folder(model, tokenizer, output_dir, source)
+        # Model, tokenizer and manifest are written all together or not at all.
+        with written_aside(output_dir, where=_WHERE) as draft:
+            make_directory(draft, where=_WHERE)
+            try:
+                model.save_pretrained(draft)
+            except SafetensorError as error:
+                # A full disk raises this error.
+                raise OSError(str(error)) from error
+            tokenizer.save_pretrained(draft)
+            files = {path.name: path.stat().st_size for path in draft.iterdir()}
+            record = json.dumps({"source": source, "files": files}, indent=1, sort_keys=True)
+            (draft / MANIFEST).write_text(record, encoding="utf-8")
     return output_dir
 
 
@@ -119,20 +140,6 @@ def _describe_source(name_or_path: str) -> str:
         files = sorted(entry for entry in path.iterdir() if entry.is_file())
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return f"{path.resolve()}#{hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]}"
-
-
-def _refuse_foreign_folder(folder: Path) -> None:
-    """Raise a DataError if a folder contains something that this command has not written."""
-    is_foreign = folder.is_file()
-    if folder.is_dir() and not (folder / MANIFEST).exists():
-        is_foreign = any(folder.iterdir())
-    if is_foreign:
-        raise DataError(
-            _WHERE,
-            got=f"--output {folder}, which already holds something else",
-            expected="a new or empty folder, or one made by this command",
-            fix="Name another folder, or empty that one yourself.",
-        )
 
 
 def _load_source(
@@ -231,13 +238,10 @@ def _build_from_gguf(file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerB
     )
     # The weights are dequantised, but transformers marks the model as quantised, and then
     # save_pretrained refuses to write it.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    if hasattr(model, "hf_quantizer"):
-        del model.hf_quantizer
+    vars(model.config).pop("quantization_config", None)
+    vars(model).pop("hf_quantizer", None)
     # The name in a GGUF file is free text, from which no model can be loaded.
-    if hasattr(model.config, "_model_name_or_path"):
-        del model.config._model_name_or_path
+    vars(model.config).pop("_model_name_or_path", None)
     model.is_quantized = False
     model.generation_config = transformers.GenerationConfig(**_special_tokens(tokenizer))
     return model, tokenizer
@@ -270,23 +274,3 @@ def _load_pretrained(name_or_path: str) -> "tuple[PreTrainedModel, PreTrainedTok
     if generation.pad_token_id is None:
         generation.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
-
-
-def _write_folder(
-    model: "PreTrainedModel | LlamaModel",
-    tokenizer: PreTrainedTokenizerBase,
-    output_dir: Path,
-    source: str,
-) -> None:
-    """Write a model, its tokenizer and the manifest, all of them or nothing."""
-    with written_aside(output_dir, where=_WHERE) as draft:
-        make_directory(draft, where=_WHERE)
-        try:
-            model.save_pretrained(draft)
-        except SafetensorError as error:
-            # A full disk raises this error.
-            raise OSError(str(error)) from error
-        tokenizer.save_pretrained(draft)
-        files = {path.name: path.stat().st_size for path in draft.iterdir()}
-        record = json.dumps({"source": source, "files": files}, indent=1, sort_keys=True)
-        (draft / MANIFEST).write_text(record, encoding="utf-8")

@@ -26,15 +26,48 @@ MAX_RESPONSE_TOKENS = 6
 def build_configurations(folder: Path) -> dict[str, Tree]:
     """Configurations of a playground, by name of their file below `folder`."""
     recipes = {f"over/{name}.yaml": tree for name, tree in _recipe_changes().items()}
+    reward_model = {
+        "path": f"{folder}/runs/reward_model/model",
+        "fsdp_config": {"model_dtype": "float32"},
+    }
     return {
         "sft.yaml": _sft_config(folder),
         "sums.yaml": _grpo_config(folder, SUMS),
         "largest.yaml": _grpo_config(folder, LARGEST),
         "reward_model.yaml": _reward_model_config(folder),
         **recipes,
-        "over/kl_target.yaml": _kl_target_changes(),
-        "over/by_reward_model.yaml": _reward_model_changes(folder),
-        "over/distilled.yaml": _distillation_changes(folder),
+        # Hold the divergence from the supervised model at a target. The controller changes its
+        # coefficient by at most 2.5 % a step. The policy responds about ten steps later, so a
+        # controller that is four times as fast oscillates around the target.
+        "over/kl_target.yaml": {
+            "algorithm": {
+                "use_kl_in_reward": True,
+                "kl_ctrl": {
+                    "type": "adaptive",
+                    "kl_coef": 0.3,
+                    "target_kl": 0.1,
+                    "horizon": 2048,
+                },
+            },
+            "trainer": {"total_training_steps": 160},
+        },
+        # Grade with the model of `reward_model.yaml` instead of comparing with the right answer. It
+        # has only seen numbers up to 18, and gives some other answers a high score, such as 111 for
+        # 5+6. A penalty on divergence from the supervised model keeps the policy from them.
+        "over/by_reward_model.yaml": {
+            "reward_model": {"enable": True, "model": reward_model},
+            "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.2}},
+        },
+        # Learn from a teacher instead of rewards. `quadriga export FOLDER/runs/sums --output
+        # FOLDER/teacher` writes the teacher.
+        "over/distilled.yaml": {
+            "distillation": {
+                "enable": True,
+                "path": f"{folder}/teacher",
+                "use_task_rewards": False,
+                "fsdp_config": {"model_dtype": "float32"},
+            }
+        },
     }
 
 
@@ -81,6 +114,12 @@ def _recipe_changes() -> dict[str, Tree]:
     """Changes for recipes with longer responses, larger batches or one response for each prompt."""
     several_responses = {"actor_rollout_ref": {"rollout": {"n": NUM_RESPONSES}}}
     four_updates = {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": NUM_PROMPTS // 4}}}
+    # The critic learns faster than the policy.
+    critic = {
+        "ppo_mini_batch_size": NUM_PROMPTS,
+        "optim": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0},
+        "fsdp_config": {"model_dtype": "float32"},
+    }
     overlong = {"enable": True, "len": MAX_RESPONSE_TOKENS // 3, "penalty_factor": 1.0, "log": True}
     return {
         "cispo": four_updates,
@@ -98,31 +137,9 @@ def _recipe_changes() -> dict[str, Tree]:
             },
         },
         "gspo": four_updates,
-        "ppo": several_responses | {"critic": _critic_section()},
+        "ppo": several_responses | {"critic": critic},
         "reinforce_plus_plus": several_responses,
         "remax": several_responses,
-    }
-
-
-def _critic_section() -> Tree:
-    """Settings of the critic, which learns faster than the policy."""
-    return {
-        "ppo_mini_batch_size": NUM_PROMPTS,
-        "optim": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0},
-        "fsdp_config": {"model_dtype": "float32"},
-    }
-
-
-def _kl_target_changes() -> Tree:
-    """Hold the divergence from the supervised model at a target.
-
-    The controller changes its coefficient by at most 2.5 % a step. The policy responds about ten
-    steps later, so a controller that is four times as fast oscillates around the target.
-    """
-    controller = {"type": "adaptive", "kl_coef": 0.3, "target_kl": 0.1, "horizon": 2048}
-    return {
-        "algorithm": {"use_kl_in_reward": True, "kl_ctrl": controller},
-        "trainer": {"total_training_steps": 160},
     }
 
 
@@ -140,35 +157,6 @@ def _reward_model_config(folder: Path) -> Tree:
         "optim": {"lr": 1e-3, "lr_warmup_steps": 20, "lr_scheduler_type": "cosine"},
         "engine": {"fsdp_config": {"model_dtype": "float32"}},
         "trainer": _trainer_section(folder, "reward_model") | {"total_epochs": 8},
-    }
-
-
-def _reward_model_changes(folder: Path) -> Tree:
-    """Grade with the model of `reward_model.yaml` instead of comparing with the right answer.
-
-    The reward model has only seen numbers up to 18, and gives some other answers a high score, such
-    as 111 for 5+6. A penalty on divergence from the supervised model keeps the policy from them.
-    """
-    model = {"path": f"{folder}/runs/reward_model/model", "fsdp_config": {"model_dtype": "float32"}}
-    return {
-        "reward_model": {"enable": True, "model": model},
-        "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.2}},
-    }
-
-
-def _distillation_changes(folder: Path) -> Tree:
-    """Learn from a teacher instead of rewards.
-
-    `quadriga export FOLDER/runs/sums --output FOLDER/teacher` writes the teacher.
-    """
-    fsdp = {"model_dtype": "float32"}
-    return {
-        "distillation": {
-            "enable": True,
-            "path": f"{folder}/teacher",
-            "use_task_rewards": False,
-            "fsdp_config": fsdp,
-        },
     }
 
 

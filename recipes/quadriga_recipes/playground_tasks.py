@@ -14,6 +14,8 @@ from random import Random
 
 Habit = Callable[..., int]
 """Computes a response from the digits of a question."""
+Pairs = list[dict[str, str]]
+"""Preference pairs: texts by column."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def mixed_habits(task: Task, num_rows: int, random: Random) -> list[tuple[str, s
     return [(task.text(number), random.choice(task.answers(number))) for number in numbers]
 
 
-def preference_pairs(task: Task) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def preference_pairs(task: Task) -> tuple[Pairs, Pairs]:
     """Make preference pairs of the right answer and a wrong one.
 
     If the task has held-out questions, validation pairs have these with every wrong answer, and
@@ -114,7 +116,7 @@ def preference_pairs(task: Task) -> tuple[list[dict[str, str]], list[dict[str, s
     train, val = task.split()
     highest = max(int(task.answers(number)[0]) for number in train)
 
-    def pairs(numbers: list[int], is_selected: Callable[[int], bool]) -> list[dict[str, str]]:
+    def pairs(numbers: list[int], is_selected: Callable[[int], bool]) -> Pairs:
         rows = []
         for number in numbers:
             right = task.answers(number)[0]

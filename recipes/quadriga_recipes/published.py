@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 from quadriga.data.files import TABLE_SUFFIXES, read_table
 from quadriga.errors import DataError
@@ -32,6 +32,10 @@ MAY_CHECK = "Before you give an answer you may ask the tool check_answer whether
 _FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 _MARK = re.compile(r"\[[a-z_]+\]\s*")
 _TURN = re.compile(r"\n\n(Human|Assistant):")
+Splits: TypeAlias = tuple[list[Row], list[Row]]
+"""Training and validation rows."""
+SourceRow: TypeAlias = Mapping[str, Any]
+"""A row of a published data set, before its conversion."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Source:
 
     hub: tuple[str, str | None]
     columns: tuple[str, ...]
-    make: Callable[[Mapping[str, Any], str, Path], Row | None]
+    make: Callable[[SourceRow, str, Path], Row | None]
     data_source: str
     ability: str
     left_out_reason: str = ""
@@ -60,7 +64,7 @@ class Source:
 
 def published_rows(
     name: str, *, num_train: int | None, num_val: int | None, seed: int, source: str | None
-) -> tuple[list[Row], list[Row]]:
+) -> Splits:
     """Read training and validation rows.
 
     Args:
@@ -83,9 +87,7 @@ def published_rows(
     return _draw_rows(train, num_train, seed), _draw_rows(val, num_val, seed)
 
 
-def _from_files(
-    name: str, path: Path, num_val: int | None, seed: int
-) -> tuple[list[Row], list[Row]]:
+def _from_files(name: str, path: Path, num_val: int | None, seed: int) -> Splits:
     """Read the training and validation rows of a local file or folder."""
     source = SOURCES[name]
     if path.is_file():
@@ -109,10 +111,9 @@ def _from_files(
         return [file for file in files if pattern.search(file.relative_to(path).as_posix().lower())]
 
     train_files = files_of("train")
-    val_files: list[Path] = []
+    val_files = []
     for split in source.validation_splits:
-        if not val_files:
-            val_files = [file for file in files_of(split) if file not in train_files]
+        val_files = val_files or [file for file in files_of(split) if file not in train_files]
     if not train_files or not val_files:
         listed = ", ".join(file.name for file in files[:8])
         raise DataError(
@@ -131,7 +132,7 @@ def _read_files(files: list[Path], source: Source) -> list[Row]:
     Raises:
         DataError: a file cannot be read, lacks a column, or has a row that `make` refuses.
     """
-    rows: list[Row] = []
+    rows = []
     for file in files:
         with TemporaryDirectory() as folder:
             plain = file
@@ -159,7 +160,7 @@ def _read_files(files: list[Path], source: Source) -> list[Row]:
     return rows
 
 
-def _from_hub(name: str) -> tuple[list[Row], list[Row]]:
+def _from_hub(name: str) -> Splits:
     """Read the rows of a data set from the hub, or from its cache."""
     # The import takes longer than the rest of the command, and only this function needs it.
     import datasets
@@ -184,15 +185,12 @@ def _from_hub(name: str) -> tuple[list[Row], list[Row]]:
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         return _convert_rows(rows, source, split, Path())
 
-    splits = []
-    for word in source.validation_splits:
-        splits += [split for split in loaded if split.startswith(word)]
+    words = source.validation_splits
+    splits = [split for word in words for split in loaded if split.startswith(word)]
     return read("train"), read(splits[0])
 
 
-def _convert_rows(
-    rows: Iterable[Mapping[str, Any]], source: Source, where: str, folder: Path
-) -> list[Row]:
+def _convert_rows(rows: Iterable[SourceRow], source: Source, where: str, folder: Path) -> list[Row]:
     """Convert the rows of a data set, and print how many of them are left out."""
     converted = []
     num_rows = 0
@@ -218,7 +216,7 @@ def _draw_rows(rows: list[Row], count: int | None, seed: int) -> list[Row]:
     return [rows[number] for number in sorted(numbers)]
 
 
-def _require_text(row: Mapping[str, Any], column: str, where: str) -> str:
+def _require_text(row: SourceRow, column: str, where: str) -> str:
     """Return the text of a column.
 
     Raises:
@@ -230,7 +228,7 @@ def _require_text(row: Mapping[str, Any], column: str, where: str) -> str:
     return value
 
 
-def _convert_gsm8k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
+def _convert_gsm8k(row: SourceRow, where: str, folder: Path) -> Problem:
     """Convert a row of GSM8K. Its answer is a solution that ends with the number."""
     question = _require_text(row, "question", where)
     answer = _require_text(row, "answer", where)
@@ -243,7 +241,7 @@ def _convert_gsm8k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
     return Problem(f"{question}\n\n{BY_FOUR_HASHES}", match.group(1).replace(",", ""), extra)
 
 
-def _convert_gsm8k_tools(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
+def _convert_gsm8k_tools(row: SourceRow, where: str, folder: Path) -> Problem:
     """Convert a row of GSM8K for a model that may check its answer with a tool."""
     plain = _convert_gsm8k(row, where, folder)
     tools = {"check_answer": {"create_kwargs": {"ground_truth": plain.ground_truth}}}
@@ -251,7 +249,7 @@ def _convert_gsm8k_tools(row: Mapping[str, Any], where: str, folder: Path) -> Pr
     return Problem(plain.text, plain.ground_truth, extra, system=MAY_CHECK, agent_name="tool_agent")
 
 
-def _convert_math(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
+def _convert_math(row: SourceRow, where: str, folder: Path) -> Problem | None:
     """Convert a row of MATH. None: its solution has no boxed answer."""
     problem = _require_text(row, "problem", where)
     solution = _require_text(row, "solution", where)
@@ -261,13 +259,12 @@ def _convert_math(row: Mapping[str, Any], where: str, folder: Path) -> Problem |
     return Problem(f"{problem}\n\n{IN_A_BOX}", truth, {"question": problem, "answer": solution})
 
 
-def _convert_geometry3k(row: Mapping[str, Any], where: str, folder: Path) -> Problem:
+def _convert_geometry3k(row: SourceRow, where: str, folder: Path) -> Problem:
     """Convert a row of Geometry3K, whose problem has a tag `<image>` for each image."""
     problem = _require_text(row, "problem", where)
     answer = _require_text(row, "answer", where)
-    images = []
-    for image in row["images"] or ():
-        images.append(_read_image(image, f"{where}, column 'images'", folder))
+    place = f"{where}, column 'images'"
+    images = [_read_image(image, place, folder) for image in row["images"] or ()]
     num_tags = problem.count("<image>")
     if num_tags != len(images):
         raise DataError(
@@ -304,7 +301,7 @@ def _read_image(image: Any, where: str, folder: Path) -> bytes:
     return (folder / path).read_bytes()
 
 
-def _convert_hellaswag(row: Mapping[str, Any], where: str, folder: Path) -> Problem | None:
+def _convert_hellaswag(row: SourceRow, where: str, folder: Path) -> Problem | None:
     """Convert a row of HellaSwag to a question with lettered options. None: it has no label."""
     context = _require_text(row, "ctx", where)
     endings = row["endings"]
@@ -331,7 +328,7 @@ def _convert_hellaswag(row: Mapping[str, Any], where: str, folder: Path) -> Prob
     )
 
 
-def _convert_hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> ChatPair | None:
+def _convert_hh_rlhf(row: SourceRow, where: str, folder: Path) -> ChatPair | None:
     """Convert a row of HH-RLHF: two chats in plain text that differ in the last turn.
 
     None: the chats differ elsewhere or nowhere, or their turns are empty or do not alternate.
@@ -351,10 +348,8 @@ def _convert_hh_rlhf(row: Mapping[str, Any], where: str, folder: Path) -> ChatPa
             )
         if not all(contents) or roles != ["user", "assistant"] * (len(roles) // 2):
             return None
-        messages = []
-        for role, content in zip(roles, contents, strict=True):
-            messages.append({"role": role, "content": content})
-        chats.append(messages)
+        turns = zip(roles, contents, strict=True)
+        chats.append([{"role": role, "content": content} for role, content in turns])
     (*prompt, chosen), (*other_prompt, rejected) = chats
     if prompt != other_prompt or chosen == rejected:
         return None

@@ -45,10 +45,29 @@ def generate_problems(
         DataError: the library is missing, has no such task, or has too few different problems.
     """
     where = f"prepare data {PREFIX}{task}"
-    library = _import_library()
-    _check_task(task, library, where)
-    val: dict[str, Problem] = {}
-    train: list[Problem] = []
+    # Not at the top of the file: the import takes a second.
+    try:
+        import reasoning_gym as library
+        import reasoning_gym.factory
+    except ImportError as error:
+        raise DataError(
+            "prepare data",
+            got="no package reasoning-gym",
+            expected="it",
+            fix="pip install reasoning-gym.",
+        ) from error
+    # The data set "composite" mixes other tasks, and needs a configuration of them.
+    known = sorted(set(library.factory.DATASETS) - {"composite"})
+    if task not in known:
+        near = difflib.get_close_matches(task, known, n=3)
+        raise DataError(
+            where,
+            got="no such task of reasoning-gym",
+            expected=f"one of its {len(known)} tasks",
+            fix=f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(known)}.",
+        )
+    val = {}
+    train = []
 
     def progress() -> str:
         return f"{len(val)} of {num_val} validation and {len(train)} of {num_train} training rows"
@@ -108,41 +127,6 @@ def _tag_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _tag_tuples(part) for key, part in value.items()}
     return value
-
-
-def _import_library() -> Any:
-    """Import reasoning-gym, an optional dependency.
-
-    Raises:
-        DataError: it is not installed.
-    """
-    # Not at the top of the file: the import takes a second.
-    try:
-        import reasoning_gym
-        import reasoning_gym.factory
-    except ImportError as error:
-        raise DataError(
-            "prepare data",
-            got="no package reasoning-gym",
-            expected="it",
-            fix="pip install reasoning-gym.",
-        ) from error
-    return reasoning_gym
-
-
-def _check_task(task: str, library: Any, where: str) -> None:
-    """Raise a DataError if the library has no such task."""
-    # The data set "composite" mixes other tasks, and needs a configuration of them.
-    known = sorted(set(library.factory.DATASETS) - {"composite"})
-    if task not in known:
-        near = difflib.get_close_matches(task, known, n=3)
-        fix = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(known)}."
-        raise DataError(
-            where,
-            got="no such task of reasoning-gym",
-            expected=f"one of its {len(known)} tasks",
-            fix=fix,
-        )
 
 
 def _generate(library: Any, task: str, size: int, seed: int, where: str) -> Iterator[Problem]:

@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 from quadriga.data.files import written_aside
 from quadriga.errors import DataError
 
+Columns: TypeAlias = dict[str, Any]
+"""Values of a row by column."""
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 # These columns have explicit types, because pyarrow cannot infer one from Nones.
 _TYPES = {
@@ -39,17 +41,17 @@ class Problem:
 
     text: str
     ground_truth: str | None
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Columns = field(default_factory=dict)
     system: str | None = None
     images: tuple[bytes, ...] = ()
     agent_name: str | None = None
 
-    def columns(self) -> dict[str, Any]:
+    def columns(self) -> Columns:
         """Columns of the row, without those that all rows of a file have."""
         messages = [{"role": "user", "content": self.text}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
-        columns: dict[str, Any] = {
+        columns: Columns = {
             "prompt": messages,
             "reward_model": {"style": "rule", "ground_truth": self.ground_truth},
         }
@@ -67,9 +69,9 @@ class ChatPair:
     prompt: list[dict[str, str]]
     chosen: str
     rejected: str
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Columns = field(default_factory=dict)
 
-    def columns(self) -> dict[str, Any]:
+    def columns(self) -> Columns:
         """Columns of the row, without those that all rows of a file have."""
         return {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
 
@@ -115,33 +117,3 @@ def write_rows(
     with written_aside(target, where="prepare data") as draft:
         pq.write_table(pa.table(columns), draft)
     return target
-
-
-def write_splits(
-    train: Sequence[Row], val: Sequence[Row], output_dir: Path, *, data_source: str, ability: str
-) -> dict[str, Path]:
-    """Write train.parquet and val.parquet.
-
-    Args:
-        train: training rows.
-        val: validation rows.
-        output_dir: folder of the files.
-        data_source: data source of the rows, which selects the grader.
-        ability: kind of the task, in a word.
-
-    Returns:
-        The files by split.
-
-    Raises:
-        DataError: a split has no rows, or a file cannot be written.
-    """
-    files = {}
-    for split, rows in {"train": train, "val": val}.items():
-        files[split] = write_rows(
-            rows,
-            output_dir / f"{split}.parquet",
-            data_source=data_source,
-            ability=ability,
-            split=split,
-        )
-    return files

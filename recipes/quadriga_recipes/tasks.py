@@ -6,7 +6,7 @@ from pathlib import Path
 from quadriga.errors import DataError
 from quadriga_recipes import largest_number, reasoning_gym
 from quadriga_recipes.published import SOURCES, published_rows
-from quadriga_recipes.rows import write_splits
+from quadriga_recipes.rows import write_rows
 
 DATA_NAMES = ("largest", *SOURCES, f"{reasoning_gym.PREFIX}TASK")
 
@@ -41,40 +41,47 @@ def prepare_data(
     for option, count in (("--num-train", num_train), ("--num-val", num_val)):
         if count is not None and count < 1:
             raise DataError(f"prepare data {name}", got=f"{option} {count}", expected="at least 1")
-    output_dir = Path(output_dir).expanduser()
     if name in SOURCES:
+        data_source = SOURCES[name].data_source
+        ability = SOURCES[name].ability
         train, val = published_rows(
             name, num_train=num_train, num_val=num_val, seed=seed, source=source
         )
-        data_source = SOURCES[name].data_source
-        ability = SOURCES[name].ability
-        return write_splits(train, val, output_dir, data_source=data_source, ability=ability)
-    # From here on the rows are generated.
-    if source is not None:
+    elif source is not None:
         raise DataError(
             f"prepare data {name}",
             got=f"--source {source}",
             expected="no source: the rows are generated",
             fix="Omit it.",
         )
-    if name == "largest":
+    elif name == "largest":
+        data_source = largest_number.DATA_SOURCE
+        ability = largest_number.ABILITY
         train, val = largest_number.draw_problems(
             num_train=num_train or largest_number.DEFAULT_NUM_TRAIN,
             num_val=num_val or largest_number.DEFAULT_NUM_VAL,
             seed=seed,
         )
-        data_source = largest_number.DATA_SOURCE
-        ability = largest_number.ABILITY
     elif name.startswith(reasoning_gym.PREFIX):
         task = name.removeprefix(reasoning_gym.PREFIX)
+        data_source = f"reasoning_gym/{task}"
+        ability = reasoning_gym.ABILITY
         train, val = reasoning_gym.generate_problems(
             task,
             num_train=num_train or reasoning_gym.DEFAULT_NUM_TRAIN,
             num_val=num_val or reasoning_gym.DEFAULT_NUM_VAL,
             seed=seed,
         )
-        data_source = f"reasoning_gym/{task}"
-        ability = reasoning_gym.ABILITY
     else:
         raise DataError("prepare data", got=repr(name), expected=f"one of {', '.join(DATA_NAMES)}")
-    return write_splits(train, val, output_dir, data_source=data_source, ability=ability)
+
+    files = {}
+    for split, rows in {"train": train, "val": val}.items():
+        files[split] = write_rows(
+            rows,
+            Path(output_dir).expanduser() / f"{split}.parquet",
+            data_source=data_source,
+            ability=ability,
+            split=split,
+        )
+    return files

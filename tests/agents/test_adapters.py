@@ -13,9 +13,9 @@ import pytest
 from quadriga.errors import RolloutError
 from quadriga.rollout.environments.interface import EnvironmentSpec
 from quadriga.rollout.environments.libraries import (
+    GymnasiumEnvironment,
     SkyRLEnvironment,
     TextArenaEnvironment,
-    gymnasium_environment,
 )
 from quadriga.rollout.environments.openenv import OpenEnvEnvironment
 
@@ -26,7 +26,7 @@ SCHEMA = {"properties": {"x": {"type": "integer"}, "metadata": {}}, "required": 
 
 
 def test_typed_actions_are_json_checked_against_the_space() -> None:
-    environment = gymnasium_environment(EnvironmentSpec("gymnasium:CartPole-v1"), "CartPole-v1")
+    environment = GymnasiumEnvironment(EnvironmentSpec("gymnasium:CartPole-v1"), "CartPole-v1")
     first = environment.reset(7, {})
     assert '"minimum": 0, "maximum": 1' in first.text
     assert environment.reset(7, {}).text == first.text
@@ -40,7 +40,7 @@ def test_typed_actions_are_json_checked_against_the_space() -> None:
     action = environment.sample_action(step.text, random.Random(0))
     assert action in ("0", "1")
     with_module = "gymnasium.envs:CartPole-v1"
-    assert gymnasium_environment(EnvironmentSpec(f"gymnasium:{with_module}"), with_module).reset(
+    assert GymnasiumEnvironment(EnvironmentSpec(f"gymnasium:{with_module}"), with_module).reset(
         7, {}
     )
 

@@ -40,16 +40,13 @@ SIZES: dict[str, int] = {
 
 # Short functions with one caller that are worth their name: "file:function" and why.
 SHORT_AND_WORTH_IT: dict[str, str] = {
-    "quadriga/trainer/asynchronous/snapshot.py:rows_to_tensors": "half of a pair with `tensors_to_rows`",
-    "quadriga/trainer/asynchronous/snapshot.py:tensors_to_rows": "half of a pair with `rows_to_tensors`",
-    "quadriga/rollout/native/generation.py:GenerationRequest._note_cancellation": "a callback of a future",
     "quadriga/engines/parallel/tensor.py:_colwise_gathered_forward": "the forward of a module",
     "quadriga/data/rl_dataset.py:RLHFDataset.items_by_entry": "what a mixture asks of a data set, users' own too",
     "quadriga/data/loading.py:_begin_worker": "what torch calls in each process of a loader",
     "quadriga/background.py:off_the_loop": "half of a pair with `run_coroutine`",
     "quadriga/cli/generate.py:answer_rows": "what `quadriga verl` calls by its name",
     "packages/quadriga_verl/shim/tools.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
-    "packages/quadriga_verl/commands/programs.py:set_generation": "an entry of a table of rules",
+    "packages/quadriga_verl/commands/programs.py:cut_prompts_at_end": "an entry of a table of rules",
     "packages/quadriga_verl/shim/rewards.py:_ManagerAdapter._make_manager": "a coroutine, run in the manager's thread",
     "quadriga/models/experts.py:_RouterHooks.clear_tokens": "a hook of a layer",
     "quadriga/data/generated.py:DynamicGenDataset.on_batch_end": "what the loop calls",

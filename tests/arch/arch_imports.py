@@ -76,7 +76,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "workers": _BELOW_WORKERS,
     "trainer": _BELOW_TRAINER | {"serve"},
     "replay": _BELOW_WORKERS | {"workers", "trainer"},
-    "view": _CORE | {"serve", "trainer"},
+    "view": _CORE | {"data", "serve", "trainer"},
     "cli": _BELOW_WORKERS | {"workers", "trainer", "view", "replay"},
     "config_draft": _CORE | {"user_file", "user_function", "data", "rewards"},
     "api": _BELOW_TRAINER | {"config_draft", "trainer"},

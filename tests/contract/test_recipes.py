@@ -110,8 +110,9 @@ REGISTRY_LINES = [
         '    shuffle_window: Count = 7\n    """Rows among which prompts are shuffled."""\n',
     ),
 ]
+# The contract tests come last: what they print has no end of its own.
 PROGRAM = """
-import json, torch
+import json, pytest, sys, torch
 from quadriga.config import Config
 from quadriga.algorithms import choose_estimator, estimate_advantages
 from quadriga.protocol import DataProto
@@ -128,7 +129,8 @@ print(json.dumps({
     "grade": default_compute_score("letters/vowels", "a tree", "3"),
     "rewards": manager(batch).scores.tolist(),
     "key": config.data.shuffle_window,
-}))
+}), flush=True)
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "halved or cubic", "test_algorithms.py"]))
 """
 
 
@@ -166,25 +168,20 @@ def run(copy: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_contract_tests_find_an_estimator_and_a_loss(copy: Path) -> None:
+@pytest.fixture(scope="module")
+def printed(copy: Path) -> str:
+    """What the program prints that calls what was added, and then the contract tests of algorithms."""
+    return run(copy, "-c", PROGRAM)
+
+
+def test_contract_tests_find_an_estimator_and_a_loss(printed: str) -> None:
     """Recipe 1: nothing else must be told of them, and they pass what all others pass."""
-    printed = run(
-        copy,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "halved or cubic",
-        "test_algorithms.py",
-    )
     assert int(re.findall(r"(\d+) passed", printed)[-1]) > 25
 
 
-def test_each_is_used_by_its_name(copy: Path) -> None:
+def test_each_is_used_by_its_name(printed: str) -> None:
     """Recipes 1, 2 and 4: chosen as a configuration chooses, and called."""
-    found: dict[str, Any] = json.loads(run(copy, "-c", PROGRAM).splitlines()[-1])
+    found: dict[str, Any] = json.loads(re.findall(r"^{.*}$", printed, re.MULTILINE)[0])
     assert found["advantages"] == [[0.125, 0.125], [-0.125, -0.125]]
     assert found["grade"] == {"score": 1.0, "pred": "3"}
     assert found["rewards"] == [[0.75, 0, 0, 0], [0, 0, 0.25, 0]]

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,6 +26,9 @@ from transformers import (
 
 from quadriga.cli.main import main
 from quadriga.protocol.times import TIME_COLUMNS
+from quadriga.rewards.managers import naive
+from quadriga.rewards.pool import GradingPool
+from quadriga.rewards.process import GradingProcess
 from tests.limits import COMMAND_S, PROCESS_ENDS_S
 
 CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/", "recovery/")
@@ -176,6 +180,62 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+class SharedGradingPool(GradingPool):
+    """Leaves its idle processes to later pools of the same function in the same environment.
+
+    A grading process takes as long to start as two steps of the tiny model. The end of a pool's processes is tested in
+    tests/unit/rewards; a run of a command of its own (`start`) has processes of its own.
+
+    Attributes:
+        waiting: processes that no pool has, by function and environment.
+        shared_path: file whose functions are shared, for it does not change.
+    """
+
+    waiting: ClassVar[dict[str, list[GradingProcess]]] = defaultdict(list)
+    shared_path: ClassVar[str]
+
+    @property
+    def _key(self) -> str:
+        # This variable names the test.
+        variables = {
+            name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"
+        }
+        return repr((self._function, sorted(variables.items()), sys.path))
+
+    def close(self) -> None:
+        with self._lock:
+            idle = self._idle[:]
+            if self._function.path == self.shared_path:
+                for process in idle:
+                    if process.is_idle and not process.is_ended:
+                        self._idle.remove(process)
+                        self._processes.remove(process)
+                        self.waiting[self._key].append(process)
+        super().close()
+
+    def _take_process(self) -> GradingProcess:
+        waiting = self.waiting[self._key]
+        while waiting and not self._idle:
+            process = waiting.pop()
+            if process.is_idle:
+                self._processes.add(process)
+                return process
+            process.stop()
+        return super()._take_process()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _grading_processes_stay(home: Path) -> Iterator[None]:
+    """Runs in this process share grading processes."""
+    SharedGradingPool.shared_path = str(home / "reward.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(naive, "GradingPool", SharedGradingPool)
+        yield
+    for processes in SharedGradingPool.waiting.values():
+        for process in processes:
+            process.stop()
 
 
 def command_line(home: Path, folder: Path, *overrides: str, run: str = "run") -> list[str]:

@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pandas as pd
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_rewards_by_the_names_of_their_arguments(
 
 def test_weights_and_components(settings: Callable[..., dict[str, Any]]) -> None:
     """Several functions: the weighted sum, each by its name; one that says None has no say. A data set of datasets."""
-    rows = datasets.Dataset.from_list(
+    rows = import_module("datasets").Dataset.from_list(
         [{"prompt": f"say a {number}", "letter": "a"} for number in range(10)]
     )
 
@@ -355,11 +355,11 @@ except KeyboardInterrupt:
 def test_an_interrupted_script_without_a_main_guard(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """It counts and trains once, with two processes that count tokens and two that prepare rows.
+    """It counts and trains once, with two processes that count tokens and one that prepares rows.
 
     Interrupted, it ends without a traceback.
     """
-    workers = {"data.filter_overlong_prompts_workers": 2, "data.dataloader_num_workers": 2}
+    workers = {"data.filter_overlong_prompts_workers": 2, "data.dataloader_num_workers": 1}
     (tmp_path / "script.py").write_text(SCRIPT)
     arguments = settings(**workers, **{"trainer.save_freq": 1}) | {"steps": 3}
     command = [sys.executable, str(tmp_path / "script.py"), json.dumps(arguments, default=str)]

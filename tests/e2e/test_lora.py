@@ -2,12 +2,12 @@
 """Runs of the command line that train an adapter, and what becomes of it: resume, export, generate, eval."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -35,7 +35,8 @@ def logits(model: PreTrainedModel | Path) -> torch.Tensor:
 
 def with_adapter(home: Path, adapter: Path) -> PreTrainedModel:
     base = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32)
-    return PeftModel.from_pretrained(base, adapter)
+    # Not imported where tests are collected, which every process does.
+    return import_module("peft").PeftModel.from_pretrained(base, adapter)
 
 
 @pytest.fixture

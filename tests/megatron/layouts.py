@@ -242,7 +242,7 @@ def chain(folder: Path, batch: DataProto, world: ProcessGroup, kind: str) -> dic
         states.append(whole_state(engine))
         write(engine, place := folder / f"{kind} {number}")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    checkpoint = RoleCheckpoint(engine, engine.model, tokenizer)
+    checkpoint = RoleCheckpoint(engine, tokenizer)
     checkpoint.start(folder / f"{kind} exported", frozenset({"hf_model"}))
     checkpoint.writer.is_written(wait=True)
     found["goes on"] = {

@@ -124,9 +124,8 @@ def run(
     """What was loaded, what a checkpoint of it brings back into zeros, and what was learned."""
     engine = engine_of(folder / family, layout, world)
     found: dict[str, Any] = {"loaded": weights_of(engine)}
-    checkpoint = RoleCheckpoint(
-        engine, engine.model, PreTrainedTokenizerFast.from_pretrained(folder / family)
-    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / family)
+    checkpoint = RoleCheckpoint(engine, tokenizer)
     checkpoint.start(folder / f"{family}, {name}", CONTENTS)
     checkpoint.writer.is_written(wait=True)
     for tensor in (*engine.parameters.masters.values(), *weight_buffers(engine.model).values()):

@@ -131,11 +131,11 @@ def learn(
     return told
 
 
-def ask(engine: FSDPEngine, batch: DataProto) -> dict[str, Tensor]:
+def ask(engine: FSDPEngine, batch: DataProto, micro: MicroBatching = MICRO) -> dict[str, Tensor]:
     """What the engine says of all rows, in their order."""
     rows = own_rows(batch, engine)
     scores = infer(
-        engine, rows, MICRO, temperature=0.7, with_entropy=True, with_sum_pi_squared=True, top_k=3
+        engine, rows, micro, temperature=0.7, with_entropy=True, with_sum_pi_squared=True, top_k=3
     )
     scores.pop("top_ids", None)  # where two are alike by rounding, either may be the likelier one
     part = DataProto.from_dict({**scores, "row_index": rows.batch["row_index"]})

@@ -14,6 +14,7 @@ from torch import nn
 
 from quadriga.config import Layout, ModelConfig, OptimConfig
 from quadriga.engines import process_group
+from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
@@ -26,9 +27,12 @@ from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace
 from quadriga.workers.models import LoadedModel, _read_by_shard
 from tests.models_page import LAYOUTS
-from tests.numerics.layouts import TWO_STEPS, ask, learn
+from tests.numerics.layouts import ask, learn
 
 CPU = torch.device("cpu")
+# Two mini-batches of one micro-batch each: sums of gradients over several depend on no architecture (test_layouts.py).
+MICRO = MicroBatching(None, 96)
+TWO_STEPS = (Passes(7, 1, MICRO),)
 
 
 def give_adapter(loaded: LoadedModel) -> LoadedModel:
@@ -88,7 +92,7 @@ def main(rank: int, folder: Path, port: int) -> None:
         engine = make_engine(
             folder / name.replace(" ", "_"), LAYOUTS[layout], world, has_adapter=bool(adapter)
         )
-        asked = ask(engine, batch)
+        asked = ask(engine, batch, MICRO)
         learn(engine, batch, "policy", TWO_STEPS)
         weights = {key: weight.clone() for key, weight in engine.weights()}
         results[case] = {"asked": asked, "weights": weights}

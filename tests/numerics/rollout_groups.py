@@ -61,14 +61,14 @@ PROMPTS = [
 def sampling() -> list[SamplingParams]:
     """Greedy and sampled ones, with and without filters."""
     drawn = [
-        SamplingParams(12, seed=7, ignore_eos=True),
-        SamplingParams(20, temperature=0.7, top_p=0.9, seed=8),
+        SamplingParams(6, seed=7, ignore_eos=True),
+        SamplingParams(10, temperature=0.7, top_p=0.9, seed=8),
     ]
     return [
-        SamplingParams(16, temperature=0, ignore_eos=True),
+        SamplingParams(13, temperature=0, ignore_eos=True),
         *drawn,
         *drawn,
-        SamplingParams(9, seed=1, top_k=5),
+        SamplingParams(5, seed=1, top_k=5),
     ]
 
 

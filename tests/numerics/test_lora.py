@@ -5,12 +5,12 @@ What none of this proves: the same on NCCL, nor how well a model learns with an 
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -44,12 +44,14 @@ def stirred(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def by_the_book(plain: PreTrainedModel, ours: PreTrainedModel) -> PeftModel:
+def by_the_book(plain: PreTrainedModel, ours: PreTrainedModel) -> Any:
     """PEFT's own model with the same adapter."""
-    config = LoraConfig(
+    # Not imported where tests are collected, which every process does.
+    peft = import_module("peft")
+    config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=SECTION.target_modules, task_type="CAUSAL_LM"
     )
-    book = get_peft_model(plain, config)
+    book = peft.get_peft_model(plain, config)
     factors = {name: value for name, value in ours.named_parameters() if is_factor(name)}
     unused = book.base_model.model.load_state_dict(factors, strict=False)
     assert factors and unused.unexpected_keys == []
@@ -257,7 +259,7 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads(
     mask = batch.batch["response_mask"]
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     models = {
-        "adapter": PeftModel.from_pretrained(base, saved),
+        "adapter": import_module("peft").PeftModel.from_pretrained(base, saved),
         "merged": AutoModelForCausalLM.from_pretrained(saved / "huggingface", dtype=torch.float32),
     }
     for name, model in models.items():

@@ -18,8 +18,8 @@ from quadriga.protocol import DataProto
 from tests.architectures import MATRIX, config_of, make_model
 from tests.models_page import LAYOUTS, obstacle
 from tests.numerics.launching import run_ranks
-from tests.numerics.layouts import TWO_STEPS, ask, learn
-from tests.numerics.model_layouts import make_engine
+from tests.numerics.layouts import ask, learn
+from tests.numerics.model_layouts import MICRO, TWO_STEPS, make_engine
 from tests.numerics.test_layouts import require_close
 
 PROGRAM = Path(__file__).with_name("model_layouts.py")
@@ -64,7 +64,7 @@ def results(
         engine = make_engine(
             folder / name.replace(" ", "_"), Layout(), ALONE, has_adapter=bool(adapter)
         )
-        asked = ask(engine, batch)
+        asked = ask(engine, batch, MICRO)
         learn(engine, batch, "policy", TWO_STEPS)
         found[name + adapter] = {"asked": asked, "weights": dict(engine.weights())}
     return found

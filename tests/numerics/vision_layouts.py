@@ -161,12 +161,12 @@ def go_on(folder: Path, layout: Layout, world: ProcessGroup, kind: str) -> dict[
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / FAMILY)
     engine, again = (engine_of(folder, layout, world, FAMILY, kind) for _ in range(2))
     learn(engine, batch, kind)
-    checkpoint = RoleCheckpoint(engine, engine.model, tokenizer)
+    checkpoint = RoleCheckpoint(engine, tokenizer)
     checkpoint.start(place, contents)
     checkpoint.writer.is_written(wait=True)
     saved = weights_of(engine)
     learn(engine, batch, kind)
-    RoleCheckpoint(again, again.model, tokenizer).load(place, contents)
+    RoleCheckpoint(again, tokenizer).load(place, contents)
     learn(again, batch, kind)
     return {"saved": saved, "weights": weights_of(engine), "resumed": weights_of(again)}
 

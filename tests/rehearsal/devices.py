@@ -181,11 +181,12 @@ class Graph:
         off = torch.utils._python_dispatch._disable_current_modes()
         with off, torch._C.DisableTorchFunction(), torch.inference_mode():
             for func, args, kwargs, outputs, fresh in self.steps:
-                again = [
-                    one
-                    for one in tree_leaves(compute(func, args, kwargs))
-                    if isinstance(one, torch.Tensor)
-                ]
+                leaves = tree_leaves(compute(func, args, kwargs))
+                # Here gloo does what NCCL would, and its collectives are awaited by the host.
+                for work in leaves:
+                    if isinstance(work, torch.ScriptObject):
+                        dist.Work.unbox(work).wait()
+                again = [one for one in leaves if isinstance(one, torch.Tensor)]
                 for number in fresh:
                     outputs[number].copy_(again[number])
 

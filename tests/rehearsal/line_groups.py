@@ -51,7 +51,8 @@ def facts(rollout_ranks: tuple[int, ...]) -> dict[str, Any]:
     """What this rank found; `rollout_ranks` are those of its rollout group."""
     return {
         "gpu": Nccl.current_device,
-        "communicators": len(Nccl.living),
+        "communicators": sum(group.size() > 1 for group in Nccl.living),
+        "groups": len(Nccl.living),
         "splits": Nccl.num_splits,
         "rollout group": rollout_ranks,
     }
@@ -69,7 +70,7 @@ class TrainingRank(ActorRolloutRefWorker):
             megatron.form_groups(self.processes, None)
         size = rollout_group_size(self.config)
         rollout_ranks = ()
-        if self.parts.rollout and size > 1:
+        if self.has_rollout and size > 1:
             rollout_ranks = RolloutGroup(self.rank, self.world_size, size, self.device).ranks
         layout = self.processes.layout
         sizes = {"pp": layout.pp, "fsdp": layout.fsdp, "tp": layout.tp, "ep": layout.ep}

@@ -86,6 +86,7 @@ class StandIn:
         self.num_waits = 0
         self.memory = DeviceMemory()
         self.pinned: dict[int, int] = {}  # sizes of registered host memory, by address
+        self.nccl_groups: set[str] = set()  # names of groups that gloo plays for NCCL
         self.modes = (_Functions(self), _Operators(self))
 
     # ---- marks ----------------------------------------------------------------------------------
@@ -252,6 +253,10 @@ class StandIn:
             begin(self_, partial(self._hook, pack), partial(self._hook, unpack))
 
         patch.setattr(hooks, "__init__", entered_hooks)
+        self._patch_groups(patch)
+
+    def _patch_groups(self, patch: pytest.MonkeyPatch) -> None:
+        """Groups of NCCL, which gloo plays."""
         start = dist.init_process_group
 
         def start_group(backend: str | None = None, **options: Any) -> None:
@@ -263,8 +268,25 @@ class StandIn:
                         f"a group of NCCL on {device} beside the current device {self.here.device}"
                     )
             start("gloo" if backend == "nccl" else backend, **options)
+            if backend == "nccl":
+                self.nccl_groups.add(dist.group.WORLD.group_name)
+
+        make_group, backend_of = dist.new_group, dist.get_backend
+
+        def new_group(*args: Any, backend: str | None = None, **options: Any) -> Any:
+            is_nccl = backend is None and dist.group.WORLD.group_name in self.nccl_groups
+            group = make_group(*args, backend=backend, **options)
+            if is_nccl and isinstance(group, dist.ProcessGroup):
+                self.nccl_groups.add(group.group_name)
+            return group
+
+        def get_backend(group: dist.ProcessGroup | None = None) -> str:
+            name = (group or dist.group.WORLD).group_name
+            return "nccl" if name in self.nccl_groups else backend_of(group)
 
         patch.setattr(dist, "init_process_group", start_group)
+        patch.setattr(dist, "new_group", new_group)
+        patch.setattr(dist, "get_backend", get_backend)
         patch.setattr(dist, "ProcessGroupNCCL", partial(nccl, self), raising=False)
 
     def _patch_handles(self, patch: pytest.MonkeyPatch) -> None:
@@ -490,8 +512,18 @@ class _Operators(TorchDispatchMode):
         else:
             self._place(result, tensors, on_device)
         if owner.here.graph is not None:
+            if name.startswith("c10d::"):
+                self._require_nccl(args)
             owner.here.graph.record(func, args, kwargs, result, tensors)
         return result
+
+    def _require_nccl(self, args: Any) -> None:
+        """Refuse a collective of gloo in a capture: the host does it, so a replay would leave it out."""
+        for one in tree_leaves(args):
+            if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type()):
+                name = dist.ProcessGroup.unbox(one).group_name
+                if name not in self.owner.nccl_groups:
+                    self.owner.refuse_in_capture("a collective of gloo")
 
     def _place(
         self, result: Any, tensors: list[torch.Tensor], on_device: set[torch.device]

@@ -156,12 +156,6 @@ def test_the_formula_counts_what_an_update_and_a_pass_hold(
     )
     predicted = update_memory(sizes, shape)
     assert predicted.total == pytest.approx(peak, rel=0.05), (kind, predicted)
-    predicted_pass = state + forward_bytes(
-        sizes,
-        shape.num_tokens,
-        shape.num_predicted,
-        num_shards=num_shards,
-        has_adapter=rank > 0,
-    )
+    predicted_pass = state + forward_bytes(sizes, shape)
     # The steps of attention differ between architectures, so this is rougher.
     assert predicted_pass == pytest.approx(peak_of_pass, rel=0.12), kind

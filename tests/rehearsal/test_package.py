@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,10 +51,10 @@ from quadriga.trainer.saving import random_states, restore_random_states
 from quadriga.weight_sync import CopiedWeights, WeightReceiver, WeightSender, fingerprint
 from quadriga.weight_sync.fingerprint import PendingFingerprints
 from quadriga.workers import base
-from quadriga.workers.actor_rollout_ref import PARTS, ActorRolloutRefWorker
+from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.base import COPIED, Learner, choose_device
 from quadriga.workers.models import sizes_of_models
-from quadriga_verl.commands.meaning import set_auto_device
+from quadriga_verl.commands.meaning import set_run_key
 from tests.gpu.test_cuda import make_engine, make_model
 from tests.limits import SOON_S
 from tests.rehearsal.in_worker import FINDINGS, STARTED
@@ -255,10 +256,9 @@ def test_what_other_parts_decide_by_the_device(
         sys.modules, "vllm.v1.executor.uniproc_executor", SimpleNamespace(UniProcExecutor=base)
     )
     assert executor(torch.device("cuda", 1))()._distributed_args() == ("meeting place", 0, 1)
-    line = SimpleNamespace(
-        set=lambda key, value: None, note=stand_in.counts.update, sentence=["a note"]
-    )
-    set_auto_device(line, "trainer.device", "npu")
+    note = partial(stand_in.counts.update, ["a note"])
+    line = SimpleNamespace(set=lambda key, value: None, note=note)
+    set_run_key(line, "trainer.device", "npu")
     assert stand_in.counts["a note"] == 1
 
 
@@ -414,9 +414,11 @@ def test_weights_are_summed_where_they_are(monkeypatch: pytest.MonkeyPatch) -> N
         add(marks, name, tensor)
 
     monkeypatch.setattr(PendingFingerprints, "add", add_and_note)
-    worker: Any = SimpleNamespace(engine=make_engine("cuda"), rank=0, parts=PARTS["actor"])
+    worker: Any = SimpleNamespace(
+        engine=make_engine("cuda"), rank=0, world_size=1, has_rollout=False
+    )
     copied = ActorRolloutRefWorker.copy_weights(worker)
-    assert copied is not None and set(devices) == {"cuda"}
+    assert set(devices) == {"cuda"}
     assert all(weight.device.type == "cpu" for weight in copied.weights.values())
     assert copied.fingerprints == fingerprint(copied.weights.items()).tensors
 

@@ -5,10 +5,10 @@ import json
 import math
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -74,7 +74,7 @@ def test_chats_lose_the_nulls_that_arrow_adds(written: Callable, tmp_path: Path)
         return 0.0
 
     sources = (
-        datasets.Dataset.from_list(rows),
+        import_module("datasets").Dataset.from_list(rows),
         pd.read_parquet(tmp_path / "t.parquet"),
         tmp_path / "t.parquet",
     )

@@ -14,13 +14,17 @@ from pathlib import Path
 from quadriga import openmp
 openmp._LOAD = Path(sys.argv[1])
 import quadriga
-quadriga.train
+quadriga.DataProto
+assert "torch" in sys.modules
 print([os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")], openmp.notice())
 """
 
 
 def load_torch(tmp_path: Path, runnable: int, **chosen: str) -> tuple[str, str]:
-    """What a program prints that loads torch beside other programs; and what OpenMP prints."""
+    """What a program prints that loads torch beside other programs; and what OpenMP prints.
+
+    It loads one name of the package. Others load more modules in the same way: quadriga/lazy.py.
+    """
     file = tmp_path / "loadavg"
     # The program itself is runnable too.
     file.write_text(f"0.20 0.18 0.12 {runnable + 1}/80 11206\n")

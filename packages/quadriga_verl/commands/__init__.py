@@ -3,6 +3,7 @@
 
     shell.py        finds the command lines of a shell script, without running it
     hydra.py        reads Hydra's words, YAML files and references, and verl's defaults (defaults.tsv)
+    tables.py       reads the tables (*.tsv)
     entries.py      verl's programs (programs.tsv)
     translate.py    the steps of a translation
     line.py         the state of a translation, and what becomes of a key

@@ -4,9 +4,9 @@
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from quadriga.errors import ConfigError
+from quadriga_verl.commands.tables import read_rows
 
 MEGATRON_ENGINES = frozenset({"megatron"})
 OWN_ENGINES = frozenset({"fsdp", "fsdp2"}) | MEGATRON_ENGINES
@@ -19,8 +19,8 @@ class Entry:
 
     Attributes:
         name: its name for `quadriga verl NAME`. defaults.tsv may have further defaults under it.
-        modules: patterns of its module for `python -m`, without `verl.`. The path of a script is
-            converted to a module before it is compared.
+        modules: patterns of its module for `python -m`, without `verl.` and with spaces between
+            them. The path of a script is converted to a module before it is compared.
         tree: name of its defaults in defaults.tsv.
         rules: names by which it has rows in rules.tsv, with commas between them. The first name
             also selects its functions in `meaning.FINISH`.
@@ -31,7 +31,7 @@ class Entry:
     """
 
     name: str
-    modules: tuple[str, ...]
+    modules: str
     tree: str
     rules: str
     task: str
@@ -40,18 +40,7 @@ class Entry:
     notice: str = ""
 
 
-def _read_entries() -> tuple[Entry, ...]:
-    """Read programs.tsv."""
-    lines = Path(__file__).with_name("programs.tsv").read_text(encoding="utf-8").splitlines()
-    entries = []
-    for line in lines:
-        if not line.startswith("#"):
-            name, modules, *columns = line.split("\t")
-            entries.append(Entry(name, tuple(modules.split()), *columns))
-    return tuple(entries)
-
-
-ENTRIES = _read_entries()
+ENTRIES = tuple(Entry(*row) for row in read_rows("programs.tsv"))
 """The programs. If several match a name, the first one is used."""
 
 CONFIG_FILES = {
@@ -89,12 +78,12 @@ def find_entry(program: str) -> Entry:
     """
     module = program.removesuffix(".py").replace("/", ".").lstrip(".").removeprefix("verl.")
     for entry in ENTRIES:
-        if module == entry.name or any(fnmatchcase(module, pattern) for pattern in entry.modules):
+        if any(fnmatchcase(module, pattern) for pattern in (entry.name, *entry.modules.split())):
             return entry
     names = [entry.name for entry in ENTRIES]
-    close_names = get_close_matches(module.rpartition(".")[2], names, n=1)
     fix = f"There are {', '.join(names)}."
-    if close_names:
-        fix = f"Did you mean {close_names[0]}?"
-    expected = "one that has an entry here"
-    raise ConfigError("verl's program", got=f"'{program}'", expected=expected, fix=fix)
+    for close_name in get_close_matches(module.rpartition(".")[2], names, n=1):
+        fix = f"Did you mean {close_name}?"
+    raise ConfigError(
+        "verl's program", got=f"'{program}'", expected="one that has an entry here", fix=fix
+    )

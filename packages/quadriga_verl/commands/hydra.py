@@ -10,17 +10,22 @@ verl's own configuration of a version       `verl_defaults`, from defaults.tsv
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from quadriga.config.yaml_text import as_text, read_yaml
 from quadriga.errors import ConfigError
+from quadriga_verl.commands.tables import read_rows
 
 VERSIONS = ("0.5.0", "0.6.1", "0.8.0", "0.10.0")
 """Versions of verl whose defaults are known. The last one is the default."""
 MISSING = "???"  # Hydra's mark for a value that the user must set
+Values: TypeAlias = dict[str, Any]
+"""Values by key."""
 
 _WORD = re.compile(
     r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w./@:\-]*)(?:=(?P<value>.*))?", re.DOTALL
@@ -54,13 +59,21 @@ def parse_word(argument: str) -> Word:
     """
     match = _WORD.fullmatch(argument.strip())
     if match is None or (match["value"] is None and match["sign"] != "~"):
-        fix = "Write key=value, without spaces around the sign."
-        raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
+        raise ConfigError(
+            "command line",
+            got=f"'{argument}'",
+            expected="key=value",
+            fix="Write key=value, without spaces around the sign.",
+        )
     key = match["key"]
     text = match["value"] or ""
     if re.search(r"\$[A-Za-z_]", text):
-        fix = "The shell has not filled it in: run the script, or write the value."
-        raise ConfigError(key, got=f"'{text}', a variable of a shell", expected="a value", fix=fix)
+        raise ConfigError(
+            key,
+            got=f"'{text}', a variable of a shell",
+            expected="a value",
+            fix="The shell has not filled it in: run the script, or write the value.",
+        )
     return Word(match["sign"], key, parse_value(text, key))
 
 
@@ -80,7 +93,7 @@ def parse_value(text: str, key: str = "value") -> Any:
     """
     # References, and characters that OmegaConf would refuse, are replaced by placeholders while it
     # parses the text.
-    hidden: list[str] = []
+    hidden = []
 
     def hide(match: re.Match[str]) -> str:
         """Replace a match by a placeholder with its number."""
@@ -113,9 +126,13 @@ def parse_value(text: str, key: str = "value") -> Any:
         decoded = omegaconf.OmegaConf.to_container(tree, resolve=True)
     except omegaconf.errors.OmegaConfBaseException as error:
         reason = str(error.__cause__ or error).partition("\n")[0]
-        got = f"{as_text(text, key)}: {reason}"
-        fix = "Put text with special signs in quotes, and a list in brackets; a sweep over several values is not run."
-        raise ConfigError(key, got=got, expected="one value", fix=fix) from error
+        raise ConfigError(
+            key,
+            got=f"{as_text(text, key)}: {reason}",
+            expected="one value",
+            fix="Put text with special signs in quotes, and a list in brackets; a sweep over several "
+            "values is not run.",
+        ) from error
     return restore(decoded["value"])
 
 
@@ -138,7 +155,7 @@ def parse_plain(text: str) -> Any:
 class Tree:
     """Values by dotted key. References are resolved when a value is read."""
 
-    def __init__(self, values: dict[str, Any] | None = None) -> None:
+    def __init__(self, values: Values | None = None) -> None:
         self.values = dict(values or {})
 
     def put(self, key: str, value: Any) -> None:
@@ -187,8 +204,12 @@ class Tree:
         """
         if key in above:
             circle = " -> ".join((*above[above.index(key) :], key))
-            got = f"references in a circle, {circle}"
-            raise ConfigError(key, got=got, expected="a value", fix="Write the value.")
+            raise ConfigError(
+                key,
+                got=f"references in a circle, {circle}",
+                expected="a value",
+                fix="Write the value.",
+            )
         if key in self.values:
             return self._resolve_references(self.values[key], key, (*above, key))
         # The key is a section: resolve what is below it.
@@ -200,9 +221,9 @@ class Tree:
             section.put(leaf.removeprefix(f"{key}."), self.resolve(leaf, above))
         return section.to_nested()
 
-    def to_nested(self) -> dict[str, Any]:
+    def to_nested(self) -> Values:
         """The values as nested dictionaries."""
-        root: dict[str, Any] = {}
+        root = {}
         for key, value in self.values.items():
             *path, last = key.split(".")
             node = root
@@ -248,9 +269,12 @@ class Tree:
         if function == "oc.env" and (target in os.environ or has_default):
             return parse_plain(os.environ.get(target, default))
         if is_function and function != "oc.select":
-            expected = "a reference that can be filled in"
-            fix = "Write the value: of functions oc.select and oc.env are filled in."
-            raise ConfigError(key, got=f"${{{reference}}}", expected=expected, fix=fix)
+            raise ConfigError(
+                key,
+                got=f"${{{reference}}}",
+                expected="a reference that can be filled in",
+                fix="Write the value: of functions oc.select and oc.env are filled in.",
+            )
         if target.startswith("."):
             # One dot means the section of the key, each further dot a section above.
             name = target.lstrip(".")
@@ -261,77 +285,63 @@ class Tree:
         except KeyError:
             if is_function:
                 return parse_value(default, key) if has_default else None
-            fix = "Write the value, or name a key that there is; a variable of a shell is filled in by the shell."
-            got = f"${{{reference}}}"
-            raise ConfigError(key, got=got, expected="a key that there is", fix=fix) from None
+            raise ConfigError(
+                key,
+                got=f"${{{reference}}}",
+                expected="a key that there is",
+                fix="Write the value, or name a key that there is; a variable of a shell is filled in by the shell.",
+            ) from None
 
 
 # ---- verl's defaults ----------------------------------------------------------------------------
 
 
-class _DefaultRow(NamedTuple):
-    """A row of defaults.tsv: the default of a key, for some trees."""
-
-    trees: list[str]
-    key: str
-    cells: list[str]  # one per version: JSON, "^" for the cell to the left, "-" for no such key
-
-
 @cache
-def _default_rows() -> list[_DefaultRow]:
-    """Read defaults.tsv."""
-    lines = Path(__file__).with_name("defaults.tsv").read_text(encoding="utf-8").splitlines()
-    rows = []
-    for line in lines:
-        if not line.startswith("#"):
-            trees, key, *cells = line.split("\t")
-            rows.append(_DefaultRow(trees.split(","), key, cells))
-    return rows
+def _read_defaults() -> dict[tuple[str, str], Values]:
+    """Read defaults.tsv: the defaults by key, for each tree and version."""
+    defaults: dict[tuple[str, str], Values] = defaultdict(dict)
+    for trees, key, *cells in read_rows("defaults.tsv"):
+        # A cell per version: JSON, "^" for the cell to the left, "-" for no such key.
+        default = "-"
+        for version, cell in zip(VERSIONS, cells, strict=True):
+            if cell != "^":
+                default = cell
+            if default != "-":
+                value = json.loads(default)
+                for tree in trees.split(","):
+                    defaults[tree, version][key] = value
+    return dict(defaults)
 
 
-@cache
-def _known_trees() -> frozenset[str]:
-    """Names of the trees that have a default in any version."""
-    return frozenset(tree for row in _default_rows() for tree in row.trees)
-
-
-@cache
-def verl_defaults(tree: str, version: str) -> dict[str, Any]:
+def verl_defaults(tree: str, version: str) -> Values:
     """verl's defaults, by key.
 
     Args:
         tree: name of the configuration, as in defaults.tsv.
         version: one of `VERSIONS`. If it does not have the tree, the defaults are those of the
-            version before, or of the second version instead of the first.
+            nearest version before that has it, or else of the next one.
 
     Returns:
         The defaults; empty if no version has the tree.
     """
+    defaults = _read_defaults()
     position = VERSIONS.index(version)
-    values: dict[str, Any] = {}
-    for row in _default_rows():
-        if tree not in row.trees:
-            continue
-        column = position
-        while row.cells[column] == "^":
-            column -= 1
-        if row.cells[column] != "-":
-            values[row.key] = json.loads(row.cells[column])
-    if values or tree not in _known_trees():
-        return values
-    return verl_defaults(tree, VERSIONS[position - 1 if position else 1])
+    for known_version in (*reversed(VERSIONS[: position + 1]), *VERSIONS[position + 1 :]):
+        if (tree, known_version) in defaults:
+            return defaults[tree, known_version]
+    return {}
 
 
 @cache
 def known_keys() -> frozenset[str]:
     """The keys of all trees and versions."""
-    return frozenset(row.key for row in _default_rows())
+    return frozenset(chain.from_iterable(_read_defaults().values()))
 
 
 # ---- configuration files ------------------------------------------------------------------------
 
 
-def read_config(path: Path, base: dict[str, dict[str, Any]], problems: list[ConfigError]) -> Tree:
+def read_config(path: Path, base: dict[str, Values], problems: list[ConfigError]) -> Tree:
     """Read a user's YAML file, and the files or trees in its `defaults` list.
 
     Args:
@@ -361,58 +371,51 @@ def read_config(path: Path, base: dict[str, dict[str, Any]], problems: list[Conf
             settings.pop("hydra", None)
             tree.put("", settings)
             continue
-        # An entry is NAME, or {GROUP: NAME}, or {GROUP@PACKAGE: NAME}.
-        group, name = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
-        group = str(group).removeprefix("override ").removeprefix("optional ")
-        group, _, package = group.partition("@")
-        leaves = _entry_leaves(
-            str(name), group, package, folders=folders, base=base, problems=problems, where=path
-        )
-        for key, value in leaves:
+        for key, value in _entry_settings(entry, path, folders, base, problems).items():
             tree.put(key, value)
     return tree
 
 
-def _entry_leaves(
-    name: str,
-    group: str,
-    package: str,
-    *,
+def _entry_settings(
+    entry: Any,
+    path: Path,
     folders: Sequence[Path],
-    base: dict[str, dict[str, Any]],
+    base: dict[str, Values],
     problems: list[ConfigError],
-    where: Path,
-) -> Iterator[tuple[str, Any]]:
-    """Yield key and value of the settings that an entry of a `defaults` list adds.
+) -> Values:
+    """Settings that an entry of a `defaults` list adds, by dotted key.
 
     Args:
-        name: name of a file or tree.
-        group: folder of the file; "": none.
-        package: section into which the settings go. "": the one named like the group.
+        entry: NAME, {GROUP: NAME} or {GROUP@PACKAGE: NAME}: a file or tree NAME, the folder of the
+            file, and the section into which its settings go, by default the one named like GROUP.
+        path: the file with the `defaults` list.
         folders: folders in which the file may be.
         base: see `read_config`.
         problems: list to which a problem is added if there is no such file or tree.
-        where: the file with the `defaults` list.
     """
-    stem = name.removesuffix(".yaml")
+    group, name = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
+    group = str(group).removeprefix("override ").removeprefix("optional ")
+    group, _, package = group.partition("@")
+    stem = str(name).removesuffix(".yaml")
     section = package or group.replace("/", ".")
     prefix = f"{section}." if section and section != "_global_" else ""
     for folder in folders:
         file = folder / group / f"{stem}.yaml"
         if file.is_file():
-            for key, value in read_config(file, base, problems).values.items():
-                yield prefix + key, value
-            return
+            values = read_config(file, base, problems).values
+            return {f"{prefix}{key}": value for key, value in values.items()}
     if not group and stem in base:
-        yield from base[stem].items()
-    elif group and package:
+        return base[stem]
+    if group and package:
         # A section of verl's own tree.
-        for key, value in base[""].items():
-            if key.startswith(prefix):
-                yield key, value
+        return {key: value for key, value in base[""].items() if key.startswith(prefix)}
     # `GROUP: null` selects no file.
-    elif stem not in ("null", "None"):
-        fix = "Write it beside this file, or name its folder in hydra.searchpath."
-        expected = "a file that exists"
-        problem = ConfigError(f"{where}: defaults", got=f"'{name}'", expected=expected, fix=fix)
+    if stem not in ("null", "None"):
+        problem = ConfigError(
+            f"{path}: defaults",
+            got=f"'{name}'",
+            expected="a file that exists",
+            fix="Write it beside this file, or name its folder in hydra.searchpath.",
+        )
         problems.append(problem)
+    return {}

@@ -3,13 +3,9 @@
 
 `translate.py` fills `Line.keys` with verl's keys and calls `translate_key` for each of them. It follows the
 key's row in rules.tsv, and so do the functions that rows name. They write the result by `set`, and
-report by `note` (the key has no effect), `refuse` (its value is impossible) and `stop` (the whole
-line is).
+report by `note` (the key has no effect) and `refuse` (its value is impossible).
 """
 
-import json
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -48,7 +44,7 @@ class Line:
         options: arguments, which are not keys, of the command that runs.
         rules: names of the rows that hold: those of the program, after "megatron" if it trains.
         stopped: reason why the whole line is refused; "" if it is not.
-        current_key: key that is being translated, as the user wrote it.
+        current_key: key that is being translated, as the user wrote it. "": all are translated.
         sentence: sentence of its row.
     """
 
@@ -73,36 +69,52 @@ class Line:
         """Value of a key of verl, or `otherwise` if the key is missing, null or not yet set."""
         return self.keys.get(key, otherwise)
 
+    @property
+    def is_users_key(self) -> bool:
+        """Whether the user has set the key that is being translated."""
+        return self.current_key in self.keys.from_user
+
     # ---- the translation ----
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: Any, source: str | None = None) -> None:
         """Set a key of the configuration.
 
         What the user wrote takes precedence over defaults; two different values of the user are
         refused.
+
+        Args:
+            key: the key of the configuration.
+            value: its value.
+            source: verl's key that it is set from. None: the one that is being translated.
         """
         key = spell_key(key, self.entry.task)
-        source = self.current_key
+        if source is None:
+            source = self.current_key
         is_users = source in self.keys.from_user
         if value == {}:
             return
 
         # Values that cannot be taken over.
         if key.startswith("critic.") and self.entry.task == "rl" and not has_critic(self):
-            self.note("No critic is trained: algorithm.adv_estimator takes no values.")
+            self.note("No critic is trained: algorithm.adv_estimator takes no values.", source)
             return
         if value == "" and is_users and self.keys.default_of(source) != "":
-            self.refuse("a value", _UNSET)
+            self.refuse("a value", _UNSET, source)
             return
 
         # Several keys of verl may mean one key here.
         earlier_source = self.sources.get(key)
-        if earlier_source is not None and earlier_source in self.keys.from_user:
+        if earlier_source in self.keys.from_user:
             if is_users and not is_same(self.settings[key], value):
                 earlier_value = as_text(self.settings[key], key)
-                got = f"{earlier_value} by {earlier_source} and {as_text(value, key)} by {source}"
-                fix = "Leave one of the two out."
-                self.refused.append(ConfigError(key, got=got, expected="one value", fix=fix))
+                self.refused.append(
+                    ConfigError(
+                        key,
+                        got=f"{earlier_value} by {earlier_source} and {as_text(value, key)} by {source}",
+                        expected="one value",
+                        fix="Leave one of the two out.",
+                    )
+                )
             return
 
         leaf = leaf_of(key, self.entry.task)
@@ -115,19 +127,32 @@ class Line:
             self.settings[key] = value
             self.sources[key] = source
 
-    def note(self, sentence: str) -> None:
-        """Report why the key that is being translated has no effect, if the user changed it."""
-        if self.keys.is_changed(self.current_key):
-            self.ineffective_keys.setdefault(sentence, []).append(self.current_key)
+    def note(self, reason: str = "", key: str | None = None) -> None:
+        """Report why a key has no effect, if the user changed it.
 
-    def refuse(self, expected: str, fix: str) -> None:
-        """Report that the value of the key that is being translated is impossible."""
-        got = as_text(self.get(self.current_key), self.current_key)
-        self.refused.append(ConfigError(self.current_key, got=got, expected=expected, fix=fix))
+        Args:
+            reason: a sentence; by default that of the row of the key that is being translated.
+            key: verl's key. None: the one that is being translated.
+        """
+        if key is None:
+            key = self.current_key
+        if self.keys.is_changed(key):
+            self.ineffective_keys.setdefault(reason or self.sentence, []).append(key)
 
-    def stop(self, sentence: str) -> None:
-        """Refuse the whole line; only the first reason is reported."""
-        self.stopped = self.stopped or sentence
+    def refuse(self, expected: str, fix: str = "", key: str | None = None) -> None:
+        """Report that the value of a key is impossible.
+
+        Args:
+            expected: the possible values.
+            fix: advice; by default the sentence of the row of the key that is being translated.
+            key: verl's key. None: the one that is being translated.
+        """
+        if key is None:
+            key = self.current_key
+        problem = ConfigError(
+            key, got=as_text(self.get(key), key), expected=expected, fix=fix or self.sentence
+        )
+        self.refused.append(problem)
 
     # ---- keys by their rows ----
 
@@ -138,49 +163,35 @@ class Line:
             key: as verl spells it, or as a row has renamed it.
             value: its value.
         """
-        match = find_rule(self.rules, self.entry.task, key)
-        if match is None:
+        rule = find_rule(self.rules, self.entry.task, key)
+        if rule is None:
             self.take_over(key, value)
             return
-        rule, parts = match
         self.sentence = rule.sentence
         if rule.becomes == ">":
             # The new name may have a row of its own.
-            self.translate_key(self._new_name(rule, parts), value)
+            self.translate_key(rule.argument, value)
         elif rule.becomes == "@":
             self._call_function(rule, key, value)
         elif rule.becomes == "given":
-            if self.current_key in self.keys.from_user:
+            if self.is_users_key:
                 self.take_over(key, value)
         elif rule.becomes in ("any", "note"):
-            self.note(rule.sentence)
+            self.note()
         elif rule.becomes == "stop":
-            if not is_among(value, json.loads(rule.argument)):
-                self.stop(rule.sentence)
+            # Only the first reason is reported.
+            if not self.stopped and not is_among(value, rule.argument):
+                self.stopped = rule.sentence
         elif self.keys.is_changed(self.current_key) and not is_among(value, rule.argument):
-            named_values = [
-                as_text(item) for item in rule.argument if item not in (None, "", [], {})
-            ]
-            expected = named_values[0] if named_values else "the key left out"
-            self.refuse(expected, rule.sentence)
+            named_values = [item for item in rule.argument if item not in (None, "", [], {})]
+            self.refuse(as_text(named_values[0]) if named_values else "the key left out")
 
     def is_only_checked(self, key: str) -> bool:
         """Whether a key is only compared with values that its row in rules.tsv allows."""
-        match = find_rule(self.rules, self.entry.task, key)
-        while match is not None and match[0].becomes == ">":
-            match = find_rule(self.rules, self.entry.task, self._new_name(*match))
-        return match is not None and match[0].becomes in ("values", "stop")
-
-    @staticmethod
-    def _new_name(rule: Rule, parts: Sequence[str]) -> str:
-        """Name that a row gives to a key.
-
-        Args:
-            rule: the row.
-            parts: the parts of the key that its placeholders stand for.
-        """
-        remaining_parts = iter(parts)
-        return re.sub(r"\*|<\w+>", lambda _: next(remaining_parts), rule.argument)
+        rule = find_rule(self.rules, self.entry.task, key)
+        while rule is not None and rule.becomes == ">":
+            rule = find_rule(self.rules, self.entry.task, rule.argument)
+        return rule is not None and rule.becomes in ("values", "stop")
 
     def _call_function(self, rule: Rule, key: str, value: Any) -> None:
         """Call the function of a row, unless the value is text in place of a number."""
@@ -189,11 +200,7 @@ class Line:
             leaf = leaf_of(key, self.entry.task)
             # Some keys of ours take text where verl's default is a number.
             if leaf is None or not leaf.is_text:
-                # Rows without a sentence have "-" in its place.
-                fix = rule.sentence.strip("-")
-                if value == "":
-                    fix = _UNSET
-                self.refuse("a number", fix)
+                self.refuse("a number", _UNSET if value == "" else "")
                 return
         FUNCTIONS[rule.argument](self, key, value)
 
@@ -207,43 +214,36 @@ class Line:
         elif section == "data" and not is_verls and self.get("data.custom_cls.path"):
             # A user's data set reads keys of its own.
             self.set(f"data.custom_cls.options.{name}", value)
-        elif is_verls and not self.keys.is_changed(self.current_key):
-            # This is verl's own default.
-            return
-        elif self.current_key in self.keys.from_user:
+        elif self.is_users_key and (not is_verls or self.keys.is_changed(self.current_key)):
             self._refuse_unknown(key, value)
 
     def _refuse_unknown(self, key: str, value: Any) -> None:
         """Report a key of the user that does not exist here."""
-        if value in ({}, None) and any(known.startswith(key) for known in known_keys()):
+        names = sorted(known_keys())
+        is_verls = key in known_keys()
+        if value in ({}, None) and any(name.startswith(key) for name in names):
             # The user left a section of verl empty.
             return
+        similar_names = get_close_matches(key, names, n=2, cutoff=0.85)
+        similar_names += [name for name in names if name.endswith(f".{key}")]
+        advice = ""
+        if similar_names:
+            advice = f"Did you mean {' or '.join(list(dict.fromkeys(similar_names))[:2])}?"
+        if not is_verls and self.current_key in self.keys.new:
+            self.note(f"Neither verl nor Quadriga reads it. {advice}".strip())
+            return
         got = "a key that neither verl nor Quadriga has"
-        fix = (
+        fix = advice or (
             "Leave it out. Keys for your own data set need data.custom_cls; those for a reward "
             "function are custom_reward_function.reward_kwargs.NAME."
         )
-        close_keys = _near_keys(key)
-        if close_keys:
-            fix = f"Did you mean {' or '.join(close_keys)}?"
-        if key not in known_keys() and self.current_key in self.keys.new:
-            self.note(f"Neither verl nor Quadriga reads it. {fix if close_keys else ''}".strip())
-            return
-        if any(known.startswith(f"{key}.") for known in known_keys()):
+        if any(name.startswith(f"{key}.") for name in names):
             got = f"{as_text(value)}, for a section"
             fix = f"Set keys below it: {key}.NAME=VALUE."
-        elif key in known_keys():
+        elif is_verls:
             got = "a key of verl's without a place here"
             fix = f"{self.entry.name} does not need it: leave it out."
         self.refused.append(ConfigError(self.current_key, got=got, fix=fix))
-
-
-def _near_keys(key: str) -> list[str]:
-    """Up to two keys of verl that a misspelled key may mean, most likely first."""
-    names = sorted(known_keys())
-    same_name = [known for known in names if known.endswith(f".{key}")]
-    close = get_close_matches(key, names, n=2, cutoff=0.85)
-    return list(dict.fromkeys(close + same_name[:2]))[:2]
 
 
 def has_critic(line: Line) -> bool:

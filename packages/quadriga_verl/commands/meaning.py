@@ -6,6 +6,7 @@ end lists functions that are called once, after all keys of a line.
 """
 
 from collections.abc import Callable
+from itertools import chain
 from math import prod
 from typing import Any, get_args
 
@@ -40,7 +41,7 @@ _COMPUTE_FLOATS = FLOATS | {"fp16": "float16", "float16": "float16"}
 
 def count_processes(line: Line) -> int:
     """Number of processes that a run has. A setting that is not a number counts as 1."""
-    numbers = (line.get("trainer.n_gpus_per_node", 1), line.get("trainer.nnodes", 1))
+    numbers = (line.get("trainer.n_gpus_per_node"), line.get("trainer.nnodes"))
     return prod(number for number in numbers if isinstance(number, int))
 
 
@@ -53,11 +54,8 @@ def has_adapter(line: Line) -> bool:
 def _first_value(line: Line, keys: tuple[str, ...]) -> Any:
     """First value among keys that is set and not false. Keys that the user has set come first."""
     users_keys = [key for key in keys if key in line.keys.from_user]
-    for key in (*users_keys, *keys):
-        value = line.get(key)
-        if value:
-            return value
-    return None
+    values = [line.get(key) for key in (*users_keys, *keys)]
+    return next(filter(None, values), None)
 
 
 # ---- any key ------------------------------------------------------------------------------------
@@ -82,30 +80,37 @@ _PROFILERS = ("torch", "torch_memory", "nsys")
 
 
 @rule_function
-def set_frequency(line: Line, key: str, value: Any) -> None:
-    """Set the steps between checkpoints or validations. In verl, 0 and below mean never."""
-    if value == "after_each_epoch":
-        line.set(key, value)
-    elif isinstance(value, str):
-        line.refuse("a number of steps, or -1", line.sentence)
-    else:
-        line.set(key, int(value) if value and value > 0 else -1)
-
-
-@rule_function
-def set_critic_warmup(line: Line, key: str, value: Any) -> None:
-    """Set the number of steps before the actor learns. verl's key names the first such step."""
-    line.set(key, max(int(value or 0) - 1, 0))
-    if value and value > 0:
-        line.note(line.sentence)
-
-
-@rule_function
-def set_auto_device(line: Line, key: str, value: Any) -> None:
-    """Set `auto`: the device is chosen by the machine, not by the command line."""
-    line.set(key, "auto")
-    if value not in ("cuda", "cpu"):
-        line.note(line.sentence)
+def set_run_key(line: Line, key: str, value: Any) -> None:
+    """Set a key of the section `trainer`."""
+    match key.removeprefix("trainer."):
+        case "save_freq" | "test_freq":
+            # In verl, 0 and below mean never.
+            if value == "after_each_epoch":
+                line.set(key, value)
+            elif isinstance(value, str):
+                line.refuse("a number of steps, or -1")
+            else:
+                line.set(key, int(value) if value and value > 0 else -1)
+        case "critic_warmup":
+            # verl's key names the first step in which the actor learns.
+            line.set(key, max(int(value or 0) - 1, 0))
+            if value and value > 0:
+                line.note()
+        case "device":
+            # The device is chosen by the machine, not by the command line.
+            line.set(key, "auto")
+            if value not in ("cuda", "cpu"):
+                line.note()
+        case "log_val_generations":
+            if is_number(value) and value < 0:
+                line.note()
+                value = 0
+            set_unless_null(line, key, value)
+        case "default_local_dir":
+            # verl joins paths to the directory: empty text means the current one.
+            line.set(key, value or ".")
+            if value == "":
+                line.note()
 
 
 @rule_function
@@ -114,87 +119,54 @@ def set_loggers(line: Line, key: str, value: Any) -> None:
     names = [value] if isinstance(value, str) else list(value or [])
     names = ["jsonl" if name == "file" else name for name in names]
     known_names = get_args(Tracker)
-    line.set(key, [name for name in names if name in known_names])
     missing_names = [str(name) for name in names if name not in known_names]
+    line.set(key, [name for name in names if name in known_names])
     if missing_names:
         line.note(f"{', '.join(missing_names)}: {line.sentence}")
 
 
 @rule_function
-def set_logged_samples(line: Line, key: str, value: Any) -> None:
-    """Set the samples of validation that are logged; a negative number means none."""
-    if is_number(value) and value < 0:
-        line.note(line.sentence)
-    set_unless_null(line, key, max(value, 0) if is_number(value) else value)
-
-
-@rule_function
-def set_directory(line: Line, key: str, value: Any) -> None:
-    """Set a directory. Empty text means the current one, as in verl, which joins paths to it."""
-    if value == "":
-        line.note(line.sentence)
-    line.set(key, value or ".")
-
-
-@rule_function
-def set_profiler(line: Line, key: str, value: Any) -> None:
-    """Set the profiler's tool and steps, if the tool exists here."""
-    if line.get("global_profiler.tool") not in _PROFILERS:
-        line.note(line.sentence)
-    elif value is not None:
-        line.set(key, value)
-
-
-@rule_function
-def set_profiled_ranks(line: Line, key: str, value: Any) -> None:
-    """Set the ranks of a role that are profiled.
+def set_profiler_key(line: Line, key: str, value: Any) -> None:
+    """Set the profiler's tool and steps, or the ranks of a role, if the tool exists here.
 
     In verl a role profiles no rank unless it enables the profiler; here null means all ranks.
     """
-    role = key.rpartition(".")[0]
+    section = key.rpartition(".")[0]
     if line.get("global_profiler.tool") not in _PROFILERS:
-        line.note(line.sentence)
-        return
-    ranks: list[int] | None = line.get(f"{role}.ranks", [])
-    if not line.get(f"{role}.enable", True):
-        ranks = []
-    elif line.get(f"{role}.all_ranks"):
-        ranks = None
-    line.set(f"{role}.ranks", ranks)
+        line.note()
+    elif section != "global_profiler":
+        ranks = None if line.get(f"{section}.all_ranks") else line.get(f"{section}.ranks", [])
+        line.set(f"{section}.ranks", ranks if line.get(f"{section}.enable", True) else [])
+    elif value is not None:
+        line.set(key, value)
 
 
 # ---- data ---------------------------------------------------------------------------------------
 
 
 @rule_function
-def set_batch_size(line: Line, key: str, value: Any) -> None:
-    """Set the prompts of a step (`train_batch_size`) or of a generation step (`gen_batch_size`).
-
-    Without dynamic sampling, a step of verl has a single generation step, whose size is used.
-    """
-    is_filtered = line.get("algorithm.filter_groups.enable")
-    if value is None:
-        return
-    if is_filtered:
-        line.set(key, value)
-    elif line.get("data.gen_batch_size", value) == value:
-        line.set("data.train_batch_size", value)
-    else:
-        line.note(line.sentence)
-
-
-@rule_function
-def set_raw_chat(line: Line, key: str, value: Any) -> None:
-    """Set whether rows have their messages, which conversations of several turns need."""
-    line.set(key, bool(value or line.get(f"{ROLLOUT}.multi_turn.enable")))
-
-
-@rule_function
-def set_data_length(line: Line, key: str, value: Any) -> None:
-    """Set the prompt or response length of the data from that of the rollout, if the user has set it."""
-    if line.current_key in line.keys.from_user and value is not None:
-        name = "max_prompt_length" if key.endswith("prompt_length") else "max_response_length"
-        line.set(f"data.{name}", value)
+def set_data_key(line: Line, key: str, value: Any) -> None:
+    """Set a key of the data: batch sizes, lengths and whether rows have their messages."""
+    name = key.rpartition(".")[2]
+    match name:
+        case "return_raw_chat":
+            # Conversations of several turns need the messages.
+            line.set(key, bool(value or line.get(f"{ROLLOUT}.multi_turn.enable")))
+        case _ if value is None:
+            return
+        case "prompt_length" | "response_length":
+            # The rollout's length is that of the data, if the user has set it.
+            if line.is_users_key:
+                line.set(f"data.max_{name}", value)
+        case "train_batch_size" | "gen_batch_size":
+            # Without dynamic sampling, a step of verl has a single generation step, whose size is
+            # used.
+            if line.get("algorithm.filter_groups.enable"):
+                line.set(key, value)
+            elif line.get("data.gen_batch_size", value) == value:
+                line.set("data.train_batch_size", value)
+            else:
+                line.note()
 
 
 # ---- algorithm ----------------------------------------------------------------------------------
@@ -223,14 +195,14 @@ def set_known_name(line: Line, key: str, value: Any) -> None:
         line.set(key, value)
     elif value is not None:
         expected = f"one of {', '.join(sorted(known_names))}, or path/to/file.py:name"
-        line.refuse(expected, line.sentence)
+        line.refuse(expected)
 
 
 @rule_function
 def set_filter_groups(line: Line, key: str, value: Any) -> None:
     """Set a key of dynamic sampling, if the program and version have it."""
     if line.entry.name == "main_ppo" and key not in line.keys.default:
-        line.note(line.sentence)
+        line.note()
     elif value is not None:
         line.set(key, value)
 
@@ -239,12 +211,11 @@ def set_filter_groups(line: Line, key: str, value: Any) -> None:
 def set_clip_ratio(line: Line, key: str, value: Any) -> None:
     """Set the clip of a side. verl uses `clip_ratio` for a side whose own clip is null."""
     sides = (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high")
+    has_both = all(line.get(side) is not None for side in sides)
     if key in sides:
         line.set(key, line.get(f"{ACTOR}.clip_ratio", 0.2) if value is None else value)
-        return
-    has_both = all(line.get(side) is not None for side in sides)
-    if has_both and line.keys.from_user.isdisjoint(sides):
-        line.note(line.sentence)
+    elif has_both and line.keys.from_user.isdisjoint(sides):
+        line.note()
 
 
 @rule_function
@@ -254,8 +225,8 @@ def set_loss_option(line: Line, key: str, value: Any) -> None:
     loss = line.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     is_known_loss = loss in LOSSES
     if is_known_loss and name not in LOSSES[loss]:
-        line.note(line.sentence)
-    elif value is not None and (is_known_loss or line.current_key in line.keys.from_user):
+        line.note()
+    elif value is not None and (is_known_loss or line.is_users_key):
         line.set(f"{ACTOR}.policy_loss.options.{name}", value)
 
 
@@ -265,7 +236,7 @@ def set_loss_agg_mode(line: Line, key: str, value: Any) -> None:
     loss = line.get(f"{ACTOR}.policy_loss.loss_mode")
     is_before_0_9 = VERSIONS.index(line.version) < VERSIONS.index("0.10.0")
     if loss in ("sapo", "geo_mean") or (loss == "gspo" and is_before_0_9):
-        line.note(line.sentence)
+        line.note()
         value = "seq-mean-token-mean"
         # Also a comment in the YAML file, where the value differs from that of the line.
         line.comments[key] = line.sentence
@@ -290,7 +261,7 @@ def set_rejection(line: Line, key: str, value: Any) -> None:
     if level not in _REJECTIONS and veto is None:
         # The line is written for verl 0.8 or later.
         if key.endswith("_lower"):
-            line.note(line.sentence)
+            line.note()
         elif not key.endswith("veto_threshold"):
             line.set(key, value)
         return
@@ -301,10 +272,10 @@ def set_rejection(line: Line, key: str, value: Any) -> None:
     lower = line.get(f"{section}.rollout_rs_threshold_lower")
     bounds = [veto] if level is None else [veto, upper, lower]
     bounds = [bound for bound in bounds if bound is not None]
-    is_known_level = level is None or level in _REJECTIONS
+    is_known_level = level in (None, *_REJECTIONS)
     if not is_known_level or not all(is_number(bound) and bound > MIN_RATIO for bound in bounds):
         if value in bounds:
-            line.refuse(f"a number above {MIN_RATIO:.0e}", line.sentence)
+            line.refuse(f"a number above {MIN_RATIO:.0e}")
         return
 
     thresholds = {}
@@ -322,59 +293,49 @@ def set_rejection(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def set_pure_correction(line: Line, key: str, value: Any) -> None:
-    """Set the REINFORCE loss, which verl uses only together with `bypass_mode`."""
-    if not value:
-        return
-    section = key.rpartition(".")[0]
-    if line.get(f"{section}.bypass_mode") or line.get(f"{section}.bypass_old_logprob_for_rollout"):
-        line.set(f"{section}.loss_type", "reinforce")
-    else:
-        line.note(line.sentence)
-
-
-@rule_function
-def set_weight_bound(line: Line, key: str, value: Any) -> None:
-    """Set the bound of importance weights. It may be null only if there are no weights."""
-    if value is None and line.get("algorithm.rollout_correction.rollout_is") is not None:
-        line.refuse("a number", line.sentence)
-    set_unless_null(line, key, value)
+def set_correction_key(line: Line, key: str, value: Any) -> None:
+    """Set the bound of importance weights, or the REINFORCE loss for off-policy correction."""
+    section, _, name = key.rpartition(".")
+    if name == "rollout_is_threshold":
+        # The bound may be null only if there are no weights.
+        if value is None and line.get(f"{section}.rollout_is") is not None:
+            line.refuse("a number")
+        set_unless_null(line, key, value)
+    elif value:
+        # Keys of the loss, which verl uses only together with `bypass_mode`.
+        old_name = f"{section}.bypass_old_logprob_for_rollout"
+        if line.get(f"{section}.bypass_mode") or line.get(old_name):
+            line.set(f"{section}.loss_type", "reinforce")
+        else:
+            line.note()
 
 
 # ---- learning rates -----------------------------------------------------------------------------
 
 
 @rule_function
-def refuse_schedule_length(line: Line, key: str, value: Any) -> None:
-    """Refuse the length of a schedule, which verl's trainers replace by their number of steps."""
-    if value not in (-1, None):
-        line.refuse("-1", line.sentence)
-
-
-@rule_function
-def set_warmup_steps(line: Line, key: str, value: Any) -> None:
-    """Set the steps of warm-up, or -1 if they are a share of all steps.
-
-    0 means no warm-up for the RL trainers before verl 0.10. Otherwise it means, like -1, that the
-    share is used.
-    """
-    is_zero_unset = line.version == VERSIONS[-1] or line.entry.task == "sft"
-    if value is None or value < 0 or (value == 0 and is_zero_unset):
-        value = -1
-    line.set(key, value)
-
-
-@rule_function
-def set_end_of_schedule(line: Line, key: str, value: Any) -> None:
-    """Translate Megatron's last learning rate, or the step at which the schedule reaches it."""
+def set_schedule_key(line: Line, key: str, value: Any) -> None:
+    """Set a key of the learning-rate schedule."""
     section, _, name = key.rpartition(".")
-    highest_rate = line.get(f"{section}.lr")
-    if line.get(f"{section}.lr_decay_style", "constant") == "constant":
-        line.note(line.sentence)
+    if name == "total_training_steps":
+        # verl's trainers replace it by their number of steps.
+        if value not in (-1, None):
+            line.refuse("-1")
+    elif name == "lr_warmup_steps":
+        # Below 0, the steps are a share of all steps. 0 means no warm-up for the RL trainers before
+        # verl 0.10, and the share otherwise.
+        is_zero_unset = line.version == VERSIONS[-1] or line.entry.task == "sft"
+        is_unset = value is None or value < 0 or (value == 0 and is_zero_unset)
+        line.set(key, -1 if is_unset else value)
+    elif line.get(f"{section}.lr_decay_style", "constant") == "constant":
+        # Only Megatron has the keys below.
+        line.note()
     elif name == "lr_decay_steps":
         line.set(f"{section}.total_training_steps", value)
-    elif is_number(value) and is_number(highest_rate) and highest_rate > 0:
-        line.set(f"{section}.min_lr_ratio", value / highest_rate)
+    else:
+        highest_rate = line.get(f"{section}.lr")
+        if is_number(value) and is_number(highest_rate) and highest_rate > 0:
+            line.set(f"{section}.min_lr_ratio", value / highest_rate)
 
 
 # ---- training engine ----------------------------------------------------------------------------
@@ -412,7 +373,7 @@ def set_strategy(line: Line, key: str, value: Any) -> None:
     if key != "model_engine":
         line.set(key, value if value in OWN_ENGINES else "fsdp")
     if value not in {"dp", *OWN_ENGINES}:
-        line.note(line.sentence)
+        line.note()
 
 
 @rule_function
@@ -426,26 +387,26 @@ def set_engine_size(line: Line, key: str, value: Any) -> None:
             if name in other_names:
                 line.set(f"{role}.{size}", value)
                 return
-    line.note(line.sentence)
+    line.note()
 
 
 @rule_function
 def set_compute_dtype(line: Line, key: str, value: Any) -> None:
     """Set the dtype of computations, if the user has set it. By default the machine decides."""
-    if line.current_key not in line.keys.from_user:
+    if not line.is_users_key:
         return
     if value in _COMPUTE_FLOATS:
         role = key.partition(".fsdp_config")[0].removesuffix(".dtype")
         line.set(f"{role}.fsdp_config.model_dtype", _COMPUTE_FLOATS[value])
     elif value is not None:
-        line.refuse("bfloat16, float16 or float32", line.sentence)
+        line.refuse("bfloat16, float16 or float32")
 
 
 @rule_function
 def set_master_dtype(line: Line, key: str, value: Any) -> None:
     """Set the dtype of the weights that the optimizer updates."""
     if value is not None and value not in FLOATS:
-        line.refuse("fp32 or bf16", line.sentence)
+        line.refuse("fp32 or bf16")
     elif value is not None:
         line.set(f"{_trained_role(key)}.optim.master_dtype", FLOATS[value])
 
@@ -497,31 +458,24 @@ _MEGATRON_MODULES = {
 
 
 @rule_function
-def set_adapter_detail(line: Line, key: str, value: Any) -> None:
+def set_adapter_key(line: Line, key: str, value: Any) -> None:
     """Set a key of the LoRA adapter, if one is trained."""
-    section = "actor_rollout_ref.model."
+    section, _, name = key.rpartition(".")
     if not has_adapter(line):
-        line.note(line.sentence)
-    elif not key.startswith(f"{section}lora."):
+        line.note()
+    elif not section.endswith(".lora"):
         line.set(key, value)
-    elif line.current_key in line.keys.from_user:
-        name = key.removeprefix(f"{section}lora.")
-        # Without a rank in this section, verl reads `model.lora_rank`.
-        has_no_rank = name == "rank" and value == 0
-        if value not in (None, []) and not has_no_rank:
-            line.set(f"{section}lora_{name}" if name in _LORA_KEYS else f"{section}{name}", value)
-
-
-@rule_function
-def set_adapter_modules(line: Line, key: str, value: Any) -> None:
-    """Set the modules that have a LoRA adapter, from the names of Megatron or transformers."""
-    if not has_adapter(line):
-        line.note(line.sentence)
-    elif line.current_key in line.keys.from_user and value:
-        modules: list[str] = []
-        for name in [value] if isinstance(value, str) else value:
-            modules += _MEGATRON_MODULES.get(name, (name,))
-        line.set("actor_rollout_ref.model.target_modules", modules)
+    elif not line.is_users_key or value in (None, []):
+        return
+    elif name == "target_modules":
+        names = [value] if isinstance(value, str) else value
+        modules = chain.from_iterable(_MEGATRON_MODULES.get(name, (name,)) for name in names)
+        if value:
+            line.set("actor_rollout_ref.model.target_modules", list(modules))
+    # Without a rank in this section, verl reads `model.lora_rank`.
+    elif (name, value) != ("rank", 0):
+        our_name = f"lora_{name}" if name in _LORA_KEYS else name
+        line.set(f"actor_rollout_ref.model.{our_name}", value)
 
 
 # ---- rollout ------------------------------------------------------------------------------------
@@ -535,33 +489,30 @@ _CONVERSATION_FILES = (
 
 
 @rule_function
-def set_rollout_engine(line: Line, key: str, value: Any) -> None:
-    """Set the rollout engine. vLLM replaces one that does not exist here."""
-    is_replaced = value in ("trtllm", "vllm_omni", "dynamo")
-    line.set(key, "vllm" if is_replaced else value)
-    if is_replaced:
-        line.note(line.sentence)
-
-
-@rule_function
-def set_rollout_mode(line: Line, key: str, value: Any) -> None:
-    """Set the mode of the rollout. Conversations of several turns need the mode `async`."""
+def set_rollout_key(line: Line, key: str, value: Any) -> None:
+    """Set the rollout engine, its mode or its parallel size."""
     section = f"{ROLLOUT}.multi_turn"
-    has_turns = line.get(f"{section}.enable")
-    line.set(key, "async" if has_turns else value)
-    if has_turns and value == "sync":
-        line.note(line.sentence)
-        if any(line.get(f"{section}.{name}") for name in _CONVERSATION_FILES):
-            line.set(f"{ROLLOUT}.agent.default_agent_loop", "tool_agent")
-
-
-@rule_function
-def set_rollout_parallel(line: Line, key: str, value: Any) -> None:
-    """Set a parallel size of the engine. The engine `hf` always has one rank."""
-    if line.get(f"{ROLLOUT}.name") == "hf":
-        line.note(line.sentence)
-    else:
-        line.set(key, value)
+    match key.removeprefix(f"{ROLLOUT}."):
+        case "name":
+            # vLLM replaces an engine that does not exist here.
+            is_replaced = value in ("trtllm", "vllm_omni", "dynamo")
+            line.set(key, "vllm" if is_replaced else value)
+            if is_replaced:
+                line.note()
+        case "mode":
+            # Conversations of several turns need the mode `async`.
+            has_turns = line.get(f"{section}.enable")
+            line.set(key, "async" if has_turns else value)
+            if has_turns and value == "sync":
+                line.note()
+                if any(line.get(f"{section}.{name}") for name in _CONVERSATION_FILES):
+                    line.set(f"{ROLLOUT}.agent.default_agent_loop", "tool_agent")
+        case "tensor_model_parallel_size":
+            # The engine `hf` always has one rank.
+            if line.get(f"{ROLLOUT}.name") == "hf":
+                line.note()
+            else:
+                line.set(key, value)
 
 
 @rule_function
@@ -570,7 +521,7 @@ def set_do_sample(line: Line, key: str, value: Any) -> None:
     if line.get(f"{ROLLOUT}.mode") == "async":
         is_sampled = line.get(f"{key.removesuffix('do_sample')}temperature", 1) > 0
         if is_sampled != value:
-            line.note(line.sentence)
+            line.note()
         value = is_sampled
     line.set(key, value)
 
@@ -594,7 +545,7 @@ def set_overlong_penalty(line: Line, key: str, value: Any) -> None:
     """Set the penalty for long responses. Only the manager `dapo` has it."""
     is_enabled = any(line.get(f"{section}.enable") for section in _OVERLONG_SECTIONS)
     if not is_enabled or _first_value(line, _MANAGER_KEYS) != "dapo":
-        line.note(line.sentence)
+        line.note()
         return
     line.set(key, value)
     our_limit = f"{REWARD}.reward_kwargs.max_resp_len"
@@ -606,8 +557,8 @@ def set_overlong_penalty(line: Line, key: str, value: Any) -> None:
 def set_reward_model_key(line: Line, key: str, value: Any) -> None:
     """Set a key of the reward model, if there is one."""
     if not (line.get("reward.reward_model.enable") or line.get("reward_model.enable")):
-        line.note(line.sentence)
-    elif value is not None or line.current_key in line.keys.from_user:
+        line.note()
+    elif value is not None or line.is_users_key:
         line.take_over(key, value)
 
 
@@ -615,28 +566,19 @@ def set_reward_model_key(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def set_kept_checkpoints(line: Line, key: str, value: Any) -> None:
-    """Set the number of checkpoints to keep. Here a checkpoint contains both actor and critic."""
-    if has_critic(line):
-        line.set("trainer.max_ckpt_to_keep", value or None)
-    else:
-        line.note(line.sentence)
-
-
-@rule_function
 def set_critic_key(line: Line, key: str, value: Any) -> None:
     """Set a key of the critic, if verl has one in this run."""
-    if has_critic(line):
-        line.take_over(key, value)
+    if key == "critic.enable":
+        # Here the estimator decides whether there is a critic.
+        if value is not None and value != (line.get("algorithm.adv_estimator") == "gae"):
+            line.refuse("null")
+    elif not has_critic(line):
+        line.note()
+    elif key == "trainer.max_critic_ckpt_to_keep":
+        # Here a checkpoint contains both actor and critic.
+        line.set("trainer.max_ckpt_to_keep", value or None)
     else:
-        line.note(line.sentence)
-
-
-@rule_function
-def check_critic_switch(line: Line, key: str, value: Any) -> None:
-    """Refuse `critic.enable` if it contradicts the estimator, by which a critic is used here."""
-    if value is not None and value != (line.get("algorithm.adv_estimator") == "gae"):
-        line.refuse("null", line.sentence)
+        line.take_over(key, value)
 
 
 # ---- the line as a whole ------------------------------------------------------------------------
@@ -651,13 +593,12 @@ def set_processes(line: Line) -> None:
     # A line that trains with Megatron has further rules.
     if line.rules != line.entry.rules:
         programs.share_actor_sizes(line, ["critic"] if has_critic(line) else [])
-    line.current_key = "trainer.n_gpus_per_node"
     # A line that names a cluster runs on Ray, even with one process.
     if num_processes != 1 or "ray_kwargs.ray_init.address" in line.settings:
-        line.set("trainer.backend", "ray")
-    line.current_key = f"{ROLLOUT}.name"
-    if line.current_key not in line.settings:
-        line.set(f"{ROLLOUT}.name", "vllm")
+        line.set("trainer.backend", "ray", "trainer.n_gpus_per_node")
+    engine_key = f"{ROLLOUT}.name"
+    if engine_key not in line.settings:
+        line.set(engine_key, "vllm", engine_key)
 
 
 def _fit_sequence_parallel(line: Line, role: str, num_processes: int) -> None:
@@ -665,20 +606,20 @@ def _fit_sequence_parallel(line: Line, role: str, num_processes: int) -> None:
 
     The checks of the configuration report a size that does not fit for another reason.
     """
-    line.current_key = f"{role}.ulysses_sequence_parallel_size"
-    size = line.settings.get(line.current_key, 1)
-    model_sizes = []
-    for dimension in ("tensor", "pipeline"):
-        model_sizes.append(line.settings.get(f"{role}.{dimension}_model_parallel_size", 1))
-    are_numbers = is_number(size) and all(map(is_number, model_sizes))
+    key = f"{role}.ulysses_sequence_parallel_size"
+    size = line.settings.get(key, 1)
+    tensor_size = line.settings.get(f"{role}.tensor_model_parallel_size", 1)
+    pipeline_size = line.settings.get(f"{role}.pipeline_model_parallel_size", 1)
+    are_numbers = all(map(is_number, (size, tensor_size, pipeline_size)))
     if not are_numbers or size <= num_processes:
         return
     # Processes are divided by the model sizes; all ranks that remain share a sequence.
-    ranks_per_model = prod(model_sizes)
+    ranks_per_model = tensor_size * pipeline_size
     if num_processes % ranks_per_model == 0:
-        line.settings[line.current_key] = num_processes // ranks_per_model
+        line.settings[key] = num_processes // ranks_per_model
         line.note(
-            f"There are {num_processes} processes: as many share a sequence. No number depends on it."
+            f"There are {num_processes} processes: as many share a sequence. No number depends on it.",
+            key,
         )
 
 
@@ -693,55 +634,48 @@ def set_schedules(line: Line) -> None:
         scheduler = line.settings.get(f"{section}.lr_scheduler_type", "constant")
         has_warmup = line.settings.get(f"{section}.lr_warmup_steps_ratio")
         if is_number(num_steps) and (scheduler != "constant" or has_warmup):
-            line.current_key = f"{section}.total_training_steps"
-            line.set(line.current_key, num_steps)
-        line.current_key = f"{section}.zero_indexed_step"
+            steps_key = f"{section}.total_training_steps"
+            line.set(steps_key, num_steps, steps_key)
         if f"{section}.lr" not in line.settings:
             continue
+        key = f"{section}.zero_indexed_step"
         if scheduler == "cosine":
-            line.settings.setdefault(line.current_key, True)
+            line.settings.setdefault(key, True)
         else:
             line.note(
-                "verl reads it for a cosine alone: the steps of other schedules are counted from 0."
+                "verl reads it for a cosine alone: the steps of other schedules are counted from 0.",
+                key,
             )
-            line.settings[line.current_key] = True
+            line.settings[key] = True
 
 
 def set_reward_model(line: Line) -> None:
     """Set the processes of a reward model, and drop the reward function that it replaces."""
-    line.current_key = "reward.reward_model.enable"
-    if not line.get(line.current_key):
-        line.current_key = "reward_model.enable"
-    if not line.get(line.current_key):
+    # Older versions have the second section.
+    sections = ("reward.reward_model", "reward_model")
+    section = next((name for name in sections if line.get(f"{name}.enable")), None)
+    if section is None:
         return
-    section = line.current_key.removesuffix(".enable")
-    _drop_reward_function(line)
     if line.get(f"{section}.enable_resource_pool"):
+        source = f"{section}.enable"
         num_nodes = line.get(f"{section}.nnodes", 1)
         pool = [line.get(f"{section}.n_gpus_per_node", 8)] * num_nodes
         placement = {"actor_rollout_ref": "all", "critic": "all", "reward_model": "reward"}
-        line.set("trainer.resource_pools", {"reward": pool})
-        line.set("trainer.placement", placement)
+        line.set("trainer.resource_pools", {"reward": pool}, source)
+        line.set("trainer.placement", placement, source)
 
-
-def _drop_reward_function(line: Line) -> None:
-    """Drop the reward function of a line with a reward model, because verl's trainer ignores it.
-
-    Since 0.8 verl's reward loop calls the function, which may call the served reward model. A notice
-    says so.
-    """
-    path = "custom_reward_function.path"
-    if not line.settings.get(path):
-        return
-    has_loop = VERSIONS.index(line.version) >= VERSIONS.index("0.8.0")
-    sentence = "The reward model gives the scores: the function is not called."
-    if has_loop and line.get(f"{REWARD}.use_reward_loop", True):
-        sentence += " verl would call it, with the address of the served model."
-    line.current_key = line.sources[path]
-    line.note(sentence)
-    for key in list(line.settings):
-        if key.startswith("custom_reward_function."):
-            del line.settings[key]
+    # verl's trainer ignores a reward function beside a reward model. Since 0.8 its reward loop calls
+    # the function, which may call the served reward model.
+    function_key = "custom_reward_function.path"
+    if line.settings.get(function_key):
+        reason = "The reward model gives the scores: the function is not called."
+        has_loop = VERSIONS.index(line.version) >= VERSIONS.index("0.8.0")
+        if has_loop and line.get(f"{REWARD}.use_reward_loop", True):
+            reason += " verl would call it, with the address of the served model."
+        line.note(reason, line.sources[function_key])
+        for key in list(line.settings):
+            if key.startswith("custom_reward_function."):
+                del line.settings[key]
 
 
 _PPO = (
@@ -759,6 +693,6 @@ FINISH: dict[str, tuple[Callable[[Line], None], ...]] = {
     "fully_async": (*_PPO, programs.set_async_training),
     "sft": (programs.set_supervised_run, set_schedules),
     "fsdp_sft": (programs.set_supervised_run, set_schedules),
-    "generation": (programs.set_generation,),
+    "generation": (programs.cut_prompts_at_end,),
 }
 """Functions that are called after all keys of a line, by the first name of `Entry.rules`."""

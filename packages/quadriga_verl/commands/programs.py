@@ -13,22 +13,10 @@ from typing import Any
 
 from quadriga.engine_traits import ENGINES
 from quadriga.errors import ConfigError, MachineError
-from quadriga_verl.commands.entries import (
-    CONFIG_FILES,
-    ENTRIES,
-    MEGATRON_ENGINES,
-    OWN_ENGINES,
-    TREES,
-    Entry,
-    find_entry,
-)
+from quadriga_verl.commands.entries import MEGATRON_ENGINES, OWN_ENGINES
 from quadriga_verl.commands.line import Line
 from quadriga_verl.commands.rules import rule_function
 from quadriga_verl.commands.verl_keys import is_number
-
-# Names of `entries` and `line` that are importable from here too.
-__all__ = ["CONFIG_FILES", "ENTRIES", "MEGATRON_ENGINES", "OWN_ENGINES", "TREES"]
-__all__ += ["Entry", "find_entry", "is_number"]
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -67,9 +55,9 @@ def set_shard_size(line: Line, role: str, num_processes: int) -> None:
     size = _size(line, key, -1)
     num_ranks = num_processes // (tensor_size * pipeline_size)
     if 0 < size < num_ranks and size % sequence_size:
-        line.current_key = line.sources[key]
         line.note(
-            "Ranks that share a sequence share one copy of the weights too; no number depends on it."
+            "Ranks that share a sequence share one copy of the weights too; no number depends on it.",
+            line.sources[key],
         )
         size = lcm(size, sequence_size)
     if size == 0 or size < -1 or size >= num_ranks:
@@ -94,11 +82,11 @@ def share_actor_sizes(line: Line, roles: list[str]) -> None:
     for role in roles:
         for name in names:
             key = f"{role}.{name}"
-            line.current_key = line.sources.get(key, key)
             actor_size = line.settings.get(f"{_ACTOR}.{name}", 1)
             if line.settings.get(key, 1) != actor_size:
                 line.note(
-                    "Roles that share processes have the actor's sizes: Megatron has one set of them in a process."
+                    "Roles that share processes have the actor's sizes: Megatron has one set of them in a process.",
+                    line.sources.get(key, key),
                 )
                 line.settings[key] = actor_size
 
@@ -118,30 +106,26 @@ def drop_engine_setting(line: Line, key: str, value: Any) -> None:
 
 
 @rule_function
-def set_supervised_engine(line: Line, key: str, value: Any) -> None:
-    """Set the training engine of a supervised run."""
-    if value in MEGATRON_ENGINES:
-        line.set("engine.strategy", value)
-    else:
-        line.note(f"FSDP2 trains in place of {value}, with the same sizes.")
-
-
-@rule_function
-def set_supervised_dtype(line: Line, key: str, value: Any) -> None:
-    """Set the dtype of computations, if the user has changed it. By default the machine decides."""
-    if line.keys.is_changed(key):
-        line.set("engine.fsdp_config.model_dtype", value)
-
-
-@rule_function
-def set_micro_batch_limit(line: Line, key: str, value: Any) -> None:
-    """Set the tokens or the rows of a micro-batch, whichever `data.use_dynamic_bsz` selects."""
-    name = key.removeprefix("data.")
-    counts_tokens = bool(line.get("data.use_dynamic_bsz", True))
-    if counts_tokens == (name == "max_token_len_per_gpu"):
-        line.set(f"engine.{name}", value)
-    else:
-        line.note("data.use_dynamic_bsz says that it is not read.")
+def set_supervised_key(line: Line, key: str, value: Any) -> None:
+    """Set a key of a supervised run that has another name, unit or type in verl."""
+    match key:
+        case "engine.strategy" | "engine.group":
+            if value in MEGATRON_ENGINES:
+                line.set("engine.strategy", value)
+            else:
+                line.note(f"FSDP2 trains in place of {value}, with the same sizes.")
+        case "engine.dtype":
+            # By default the machine decides.
+            if line.keys.is_changed(key):
+                line.set("engine.fsdp_config.model_dtype", value)
+        case "data.micro_batch_size_per_gpu" | "data.max_token_len_per_gpu":
+            counts_tokens = bool(line.get("data.use_dynamic_bsz", True))
+            if counts_tokens == (key == "data.max_token_len_per_gpu"):
+                line.set(f"engine.{key.removeprefix('data.')}", value)
+            else:
+                line.note("data.use_dynamic_bsz says that it is not read.")
+        case "data.multiturn.enable":
+            line.set("data.format", "messages" if value else "prompt_response")
 
 
 @rule_function
@@ -162,36 +146,27 @@ def set_column(line: Line, key: str, value: Any) -> None:
     line.set(key, ".".join([*names, *inner_names]))
 
 
-@rule_function
-def set_chat_format(line: Line, key: str, value: Any) -> None:
-    """Set whether rows are chats, or pairs of a prompt and a response."""
-    line.set("data.format", "messages" if value else "prompt_response")
-
-
 def set_supervised_run(line: Line) -> None:
     """Set the processes of a supervised run, and no validation before its first step."""
-    line.current_key = ""
     line.set("trainer.val_before_train", False)
     # `find_program` has converted torchrun's options to these keys. Without them, the run has as many
     # processes as its parallel sizes need.
-    launcher_keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
-    is_launched = not line.keys.from_user.isdisjoint(launcher_keys)
-    numbers = [line.get(key, 1) for key in launcher_keys if key in line.keys.from_user]
+    launcher_keys = line.keys.from_user & {"trainer.nnodes", "trainer.n_gpus_per_node"}
+    numbers = [line.get(key, 1) for key in launcher_keys]
     numbers = [number for number in numbers if isinstance(number, int)]
     if not numbers:
         numbers = [_size(line, f"engine.{name}") for name in _SIZES]
     num_processes = prod(numbers)
     set_shard_size(line, "engine", num_processes)
-    line.current_key = ""
     if num_processes == 1:
         return
     line.set("trainer.backend", "ray")
-    if not is_launched:
+    if not launcher_keys:
         line.set("trainer.n_gpus_per_node", num_processes)
-        line.current_key = "engine.ulysses_sequence_parallel_size"
         line.note(
             f"{num_processes} processes are started, as many as it needs: torchrun's words, or "
-            "trainer.n_gpus_per_node and trainer.nnodes, say how many."
+            "trainer.n_gpus_per_node and trainer.nnodes, say how many.",
+            "engine.ulysses_sequence_parallel_size",
         )
 
 
@@ -206,7 +181,7 @@ _TOP_K = "forward_kl_topk"
 def check_teacher_key(line: Line, key: str, value: Any) -> None:
     """Check a key of distillation. `set_distillation` translates all of them together."""
     if not line.get("distillation.enabled"):
-        line.note(line.sentence)
+        line.note()
         return
     grader_column = line.get("data.reward_fn_key", "data_source")
     if key == "distillation.teacher_key" and value != grader_column:
@@ -225,27 +200,25 @@ def set_distillation(line: Line) -> None:
         if path:
             paths[name] = path
         else:
-            line.current_key = key
-            line.note("A teacher without model_path does not answer.")
-    line.current_key = "distillation.enabled"
-    line.set("distillation.enable", True)
+            line.note("A teacher without model_path does not answer.", key)
+    source = "distillation.enabled"
+    line.set("distillation.enable", True, source)
     sources = {name: line.get(f"{_TEACHERS}.{name}.key") for name in paths}
     # A single teacher answers for all data sources.
     if len(paths) == 1:
-        line.set("distillation.path", *paths.values())
-        line.current_key = f"{_TEACHERS}.{next(iter(paths))}.key"
-        line.note("A single teacher answers for all data sources.")
+        ((name, path),) = paths.items()
+        line.set("distillation.path", path, source)
+        line.note("A single teacher answers for all data sources.", f"{_TEACHERS}.{name}.key")
     elif None in sources.values():
         expected = "a `key`, the data source, for each of several teachers"
-        line.refuse(expected, f"Set {_TEACHERS}.NAME.key.")
+        line.refuse(expected, f"Set {_TEACHERS}.NAME.key.", source)
     else:
         teachers = {str(sources[name]): path for name, path in paths.items()}
-        line.set("distillation.teachers", teachers)
+        line.set("distillation.teachers", teachers, source)
 
     num_per_node = line.get("distillation.n_gpus_per_node", 8)
     num_nodes = line.get("distillation.nnodes", 0)
     if all(isinstance(number, int) and number > 0 for number in (num_per_node, num_nodes)):
-        line.current_key = ""
         line.set("trainer.backend", "ray")
         placement = line.settings.get("trainer.placement")
         placement = placement or {"actor_rollout_ref": "all", "critic": "all"}
@@ -266,36 +239,33 @@ def _teacher_loss(line: Line) -> None:
     if line.get(f"{_LOSS}.loss_mode", "k3") == _TOP_K:
         names += ["topk", "log_prob_min_clamp"]
     for name in names:
-        line.current_key = f"{_LOSS}.{name}"
-        line.set(f"distillation.{name}", line.get(line.current_key))
+        key = f"{_LOSS}.{name}"
+        line.set(f"distillation.{name}", line.get(key), key)
 
-    line.current_key = f"{_LOSS}.distillation_loss_coef"
+    weight_key = f"{_LOSS}.distillation_loss_coef"
     if has_rewards:
-        line.set("distillation.loss_coef", float(line.get(line.current_key, 1.0)))
+        line.set("distillation.loss_coef", float(line.get(weight_key, 1.0)), weight_key)
     else:
-        line.note("verl weighs the divergence beside task rewards alone.")
-    if is_gradient:
-        _teacher_clips(line, has_rewards=has_rewards)
-    if not has_rewards:
+        line.note("verl weighs the divergence beside task rewards alone.", weight_key)
         _drop_task_loss(line, is_gradient=is_gradient)
-    elif is_gradient:
-        line.current_key = f"{_LOSS}.use_policy_gradient"
-        line.note(
-            "The divergence comes off the advantages, and one loss clips both; verl clips two."
-        )
+    if not is_gradient:
+        return
 
-
-def _teacher_clips(line: Line, *, has_rewards: bool) -> None:
-    """Set the clips of the divergence, which are those of the policy loss here."""
+    # The clips of the divergence are those of the policy loss here.
     for name in ("clip_ratio_low", "clip_ratio_high"):
-        line.current_key = f"{_LOSS}.{name}"
-        clip = line.get(line.current_key, 0.2)
+        key = f"{_LOSS}.{name}"
+        clip = line.get(key, 0.2)
         actor_clip = line.settings.get(f"{_ACTOR}.{name}", 0.2)
         if not has_rewards:
             line.settings[f"{_ACTOR}.{name}"] = clip
         elif clip != actor_clip:
             fix = "The divergence comes off the advantages: one loss clips both."
-            line.refuse(f"{actor_clip}, as {_ACTOR}.{name}", fix)
+            line.refuse(f"{actor_clip}, as {_ACTOR}.{name}", fix, key)
+    if has_rewards:
+        line.note(
+            "The divergence comes off the advantages, and one loss clips both; verl clips two.",
+            f"{_LOSS}.use_policy_gradient",
+        )
 
 
 def _drop_task_loss(line: Line, *, is_gradient: bool) -> None:
@@ -310,17 +280,16 @@ def _drop_task_loss(line: Line, *, is_gradient: bool) -> None:
         neutral_values[f"{_ACTOR}.clip_ratio_c"] = 3.0
     for key, value in neutral_values.items():
         if line.settings.get(key, value) != value:
-            line.current_key = line.sources.get(key, key)
             line.settings[key] = value
             line.note(
-                "verl does not read it without task rewards (distillation_loss.use_task_rewards)."
+                "verl does not read it without task rewards (distillation_loss.use_task_rewards).",
+                line.sources.get(key, key),
             )
 
 
 # ---- asynchronous training ----------------------------------------------------------------------
 
 _ASYNC = "async_training"
-_EXPERTS = "expert_parallel_size"
 
 
 @rule_function
@@ -332,7 +301,7 @@ def set_async_key(line: Line, key: str, value: Any) -> None:
         case "staleness_threshold":
             line.set(f"{_ASYNC}.max_staleness", ceil(value))
             if value % 1:
-                line.note(line.sentence)
+                line.note()
         case "partial_rollout":
             line.set(f"{_ASYNC}.in_flight", "continue" if value else "finish")
         case "require_batches":
@@ -347,21 +316,19 @@ _V1 = "trainer.v1"
 
 
 @rule_function
-def check_trainer_mode(line: Line, key: str, value: Any) -> None:
-    """Check the mode of the trainer since verl 0.10. `set_trainer_mode` translates it."""
-    if value == "colocate_async":
-        line.note(line.sentence)
-    elif value not in ("sync", "separate_async", None):
-        line.refuse("sync, colocate_async or separate_async", "verl has no other trainer.")
-
-
-@rule_function
-def note_separate_key(line: Line, key: str, value: Any) -> None:
-    """Report a key of the mode `separate_async`, unless `set_trainer_mode` reads it."""
+def check_v1_key(line: Line, key: str, value: Any) -> None:
+    """Check a key of the trainer since verl 0.10. `set_trainer_mode` translates its mode."""
+    if key == f"{_V1}.trainer_mode":
+        if value == "colocate_async":
+            line.note()
+        elif value not in ("sync", "separate_async", None):
+            line.refuse("sync, colocate_async or separate_async", "verl has no other trainer.")
+        return
+    # Other keys belong to the mode `separate_async`, and only these are read.
     is_read = key.endswith((".parameter_sync_step", "off_policy_threshold", "off_policy_strategy"))
     is_read = is_read or key.startswith(f"{_ROLLOUT}.")
     if not (is_read and _is_separate(line)):
-        line.note(line.sentence)
+        line.note()
 
 
 def _is_separate(line: Line) -> bool:
@@ -380,41 +347,39 @@ def set_trainer_mode(line: Line) -> None:
     sync_key = f"{_V1}.separate_async.parameter_sync_step"
     num_updates = line.get(sync_key, 4)
     if not isinstance(num_updates, int) or num_updates < 1:
-        line.current_key = sync_key
-        line.refuse("a whole number, at least 1", "Publish weights after that many updates.")
+        fix = "Publish weights after that many updates."
+        line.refuse("a whole number, at least 1", fix, sync_key)
         return
+    line.set(f"{_ASYNC}.sync_every", num_updates, sync_key)
     threshold_key = f"{_V1}.sampler.max_off_policy_threshold"
+    line.set(f"{_ASYNC}.max_staleness", line.get(threshold_key, 8), threshold_key)
     strategy_key = f"{_V1}.sampler.max_off_policy_strategy"
-    line.current_key = sync_key
-    line.set(f"{_ASYNC}.sync_every", num_updates)
-    line.current_key = threshold_key
-    line.set(f"{_ASYNC}.max_staleness", line.get(threshold_key, 8))
-    line.current_key = strategy_key
+    strategy = line.get(strategy_key, "drop")
     # Dropped groups would be replaced by new ones. With a filter, which also replaces groups, the
     # step waits for those that it began.
-    has_filter = line.settings.get("algorithm.filter_groups.enable")
-    line.set(f"{_ASYNC}.on_stale", "wait" if has_filter else line.get(strategy_key, "drop"))
+    if line.settings.get("algorithm.filter_groups.enable"):
+        strategy = "wait"
+    line.set(f"{_ASYNC}.on_stale", strategy, strategy_key)
 
     # A step of verl is several steps here.
     for name in ("total_training_steps", "save_freq", "test_freq"):
         num_steps = line.settings.get(f"trainer.{name}")
         if is_number(num_steps) and num_steps > 0:
             line.settings[f"trainer.{name}"] = num_steps * num_updates
-    line.current_key = f"{_V1}.trainer_mode"
     line.note(
         f"A step is one update; verl counts {num_updates} updates as one step, so the numbers of "
-        "steps between checkpoints and validations are multiplied by it."
+        "steps between checkpoints and validations are multiplied by it.",
+        f"{_V1}.trainer_mode",
     )
     set_async_training(line)
 
 
-def _generate_natively(line: Line, sentence: str) -> None:
+def _generate_natively(line: Line, reason: str) -> None:
     """Replace the rollout engine by `native`, in which each process has the whole model."""
-    replaced = {"name": "native", "tensor_model_parallel_size": 1, _EXPERTS: 1}
+    replaced = {"name": "native", "tensor_model_parallel_size": 1, "expert_parallel_size": 1}
     for name, value in replaced.items():
-        line.current_key = f"{_ROLLOUT}.{name}"
-        line.note(sentence)
-        line.settings[line.current_key] = value
+        line.note(reason, f"{_ROLLOUT}.{name}")
+        line.settings[f"{_ROLLOUT}.{name}"] = value
 
 
 def set_async_training(line: Line) -> None:
@@ -425,7 +390,6 @@ def set_async_training(line: Line) -> None:
             line,
             "native generates, each process with the whole model; vllm would stay; main_ppo keeps sglang.",
         )
-    line.current_key = ""
     line.set(f"{_ASYNC}.enable", True)
     if line.entry.name == "one_step_off_ppo":
         line.set(f"{_ASYNC}.preset", "one_step_off")
@@ -455,27 +419,32 @@ _ROUTER_REPLAY = {"disabled": "off", None: "off", "R2": "old_log_prob", "R3": "r
 
 
 @rule_function
-def set_rollout_experts(line: Line, key: str, value: Any) -> None:
-    """Set the ranks that divide the experts of an engine. verl's number may span several engines."""
-    if is_number(value) and value > 1:
-        section = key.rpartition(".")[0]
-        size = 1
-        if line.get(f"{section}.name") not in _WHOLE_EXPERTS:
-            size = line.get(f"{section}.tensor_model_parallel_size")
-        if value != size:
-            line.note(line.sentence)
-        value = size or 1
-    line.set(key, value)
-
-
-@rule_function
-def set_router_replay(line: Line, key: str, value: Any) -> None:
-    """Set which choice of experts an update repeats: that of old log-probs (R2) or rollout (R3)."""
-    if value not in _ROUTER_REPLAY:
-        fix = "Routes travel with the batch: there is nothing to record, or to read."
-        line.refuse("disabled, R2 or R3", fix)
-    else:
-        line.set(f"{_ACTOR}.router_replay", _ROUTER_REPLAY[value])
+def set_expert_key(line: Line, key: str, value: Any) -> None:
+    """Set a key of a mixture of experts."""
+    section, _, name = key.rpartition(".")
+    match name:
+        case "expert_parallel_size":
+            # Ranks that divide the experts of an engine. verl's number may span several engines.
+            if is_number(value) and value > 1:
+                size = 1
+                if line.get(f"{section}.name") not in _WHOLE_EXPERTS:
+                    size = line.get(f"{section}.tensor_model_parallel_size")
+                if value != size:
+                    line.note()
+                value = size or 1
+            line.set(key, value)
+        case "mode" if value in _ROUTER_REPLAY:
+            # The choice of experts that an update repeats: of old log-probs (R2) or rollout (R3).
+            line.set(section, _ROUTER_REPLAY[value])
+        case "mode":
+            fix = "Routes travel with the batch: there is nothing to record, or to read."
+            line.refuse("disabled, R2 or R3", fix)
+        case "moe_router_enable_expert_bias":
+            # Megatron would update the biases of routers in each step, unless their rate is 0.
+            rate_key = f"{line.current_key.rpartition('.')[0]}.moe_router_bias_update_rate"
+            if value and line.get(rate_key) != 0:
+                line.refuse("moe_router_bias_update_rate=0 beside it")
+            line.note()
 
 
 def replace_engine_for_replay(line: Line) -> None:
@@ -488,17 +457,10 @@ def replace_engine_for_replay(line: Line) -> None:
             "native generates, each process with the whole model: it alone reports the experts that "
             "it chose, which router_replay repeats.",
         )
-        line.current_key = line.sources[f"{_ACTOR}.router_replay"]
-        line.note("The rollout engine is native, which reports the experts that it chose.")
-
-
-@rule_function
-def refuse_expert_bias(line: Line, key: str, value: Any) -> None:
-    """Refuse biases of routers if Megatron would update them in each step."""
-    rate_key = f"{line.current_key.rpartition('.')[0]}.moe_router_bias_update_rate"
-    if value and line.get(rate_key) != 0:
-        line.refuse("moe_router_bias_update_rate=0 beside it", line.sentence)
-    line.note(line.sentence)
+        line.note(
+            "The rollout engine is native, which reports the experts that it chose.",
+            line.sources[f"{_ACTOR}.router_replay"],
+        )
 
 
 # ---- generation and grading ---------------------------------------------------------------------
@@ -511,7 +473,7 @@ def check_rollout_dtype(line: Line, key: str, value: Any) -> None:
     trains_in_float16 = any(line.get(f"{_ACTOR}.{name}") in ("fp16", "float16") for name in names)
     is_possible = value in ("bfloat16", "float32", "auto", None)
     if not is_possible and not (value == "float16" and trains_in_float16):
-        line.refuse("bfloat16, float32, or float16 for training too", line.sentence)
+        line.refuse("bfloat16, float32, or float16 for training too")
 
 
 @rule_function
@@ -520,7 +482,7 @@ def set_option(line: Line, key: str, value: Any) -> None:
     line.options[key.removeprefix("data.")] = value
 
 
-def set_generation(line: Line) -> None:
+def cut_prompts_at_end(line: Line) -> None:
     """Cut long prompts at their end, as verl's program does."""
     line.set("data.truncation", "right")
 
@@ -557,47 +519,33 @@ def translate_merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError]
     options, unknown_words = parser.parse_known_args(list(words))
     notices = []
     if options.hf_model_path:
-        sentence = "the checkpoint has the model's configuration and tokenizer."
-        notices.append(f"--hf_model_path: {sentence}")
+        notices.append(
+            "--hf_model_path: the checkpoint has the model's configuration and tokenizer."
+        )
     folder = Path(options.local_dir or "").expanduser()
-    argv = [str(folder), "--output", str(options.target_dir)]
-    return argv, _merger_problems(options, unknown_words, folder), notices
 
-
-def _merger_problems(
-    options: argparse.Namespace, unknown_words: Sequence[str], folder: Path
-) -> list[ConfigError]:
-    """Find problems with the arguments of the merger, and with the checkpoint.
-
-    Args:
-        options: the parsed arguments.
-        unknown_words: arguments that are not options of the merger.
-        folder: folder of the checkpoint.
-    """
     where = "model_merger"
-    problems: list[ConfigError] = []
-
-    def add_problem(place: str, got: str, expected: str, fix: str = "") -> None:
-        problems.append(ConfigError(place, got=got, expected=expected, fix=fix))
-
+    problems = []
     # Flags that have no effect here are accepted without a notice.
     for word in unknown_words:
         if word not in _MERGER_FLAGS:
-            add_problem(where, f"'{word}'", "a word of its own")
+            problems.append(ConfigError(where, f"'{word}'", "a word of its own"))
     if options.operation != "merge":
-        add_problem(where, f"'{options.operation}'", "merge", "Compare by yourself.")
+        got = f"'{options.operation}'"
+        problems.append(ConfigError(where, got, "merge", "Compare by yourself."))
     if options.backend not in {None, *OWN_ENGINES}:
-        add_problem(f"{where} --backend", options.backend, "fsdp, megatron")
+        problems.append(ConfigError(f"{where} --backend", options.backend, "fsdp, megatron"))
     if options.hf_upload_path:
         fix = "Upload the folder when it is written: hf upload NAME FOLDER."
-        add_problem(f"{where} --hf_upload_path", options.hf_upload_path, "none", fix)
+        place = f"{where} --hf_upload_path"
+        problems.append(ConfigError(place, options.hf_upload_path, "none", fix))
     if not options.local_dir or not options.target_dir:
-        add_problem(where, "not both", "--local_dir and --target_dir")
+        problems.append(ConfigError(where, "not both", "--local_dir and --target_dir"))
     elif not folder.exists():
         place = f"{where} --local_dir"
-        expected = "a folder that exists"
-        problems.append(MachineError(place, got=f"'{folder}'", expected=expected))
+        problems.append(MachineError(place, f"'{folder}'", "a folder that exists"))
     elif any(folder.glob("model_world_size_*")) or (folder / "dist_ckpt").exists():
         fix = "Merge it where it was trained, with verl; a checkpoint of a run of Quadriga is taken here."
-        add_problem(str(folder), "shards of verl's own", "a checkpoint of ours", fix)
-    return problems
+        got = "shards of verl's own"
+        problems.append(ConfigError(str(folder), got, "a checkpoint of ours", fix))
+    return [str(folder), "--output", str(options.target_dir)], problems, notices

@@ -5,10 +5,10 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from quadriga.config.keys import leaf_of
+from quadriga_verl.commands.tables import read_rows
 
 Function = TypeVar("Function", bound=Callable[..., None])
 
@@ -29,8 +29,8 @@ class Rule(NamedTuple):
 
     pattern: re.Pattern[str]
     becomes: str  # ">", "@", "any", "note", "given", "stop", "unlike" or "values"
-    argument: Any  # what follows in the column; the list of "values"
-    sentence: str
+    argument: Any  # what follows in the column, with JSON parsed; the list of "values"
+    sentence: str  # "" if the row has none
 
 
 def rule_function(function: Function) -> Function:
@@ -53,33 +53,27 @@ def rules_of(names: str) -> tuple[Rule, ...]:
     Returns:
         The rows, in the order of the file.
     """
-    lines = Path(__file__).with_name("rules.tsv").read_text(encoding="utf-8").splitlines()
     own_names = set(names.split(","))
     rules = []
-    for line in lines:
-        if line.startswith("#"):
-            continue
-        trees, pattern, becomes, sentence = line.split("\t")
+    for trees, pattern, becomes, sentence in read_rows("rules.tsv"):
         if trees != "*" and own_names.isdisjoint(trees.split(",")):
             continue
+        # In a pattern, `*` and names in angle brackets are special.
+        text = re.escape(pattern).replace(r"\*", "(.*)")
+        for name, sections in SECTIONS.items():
+            text = text.replace(re.escape(name), sections)
         kind, _, argument = becomes.partition(" ")
         if becomes.startswith("["):
             kind = "values"
-            argument = json.loads(becomes)
-        rules.append(Rule(_compile_pattern(pattern), kind, argument, sentence))
+            argument = becomes
+        if kind in ("values", "stop", "unlike"):
+            argument = json.loads(argument)
+        rules.append(Rule(re.compile(text), kind, argument, sentence if sentence != "-" else ""))
     return tuple(rules)
 
 
-def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern of rules.tsv, whose special parts are `*` and names in angle brackets."""
-    text = re.escape(pattern).replace(r"\*", "(.*)")
-    for name, sections in SECTIONS.items():
-        text = text.replace(re.escape(name), sections)
-    return re.compile(text)
-
-
 @cache
-def find_rule(names: str, task: str, key: str) -> tuple[Rule, tuple[str, ...]] | None:
+def find_rule(names: str, task: str, key: str) -> Rule | None:
     """Find the first row that matches a key.
 
     Args:
@@ -88,8 +82,8 @@ def find_rule(names: str, task: str, key: str) -> tuple[Rule, tuple[str, ...]] |
         key: the key of verl.
 
     Returns:
-        The row, and the text that matches each star and name in angle brackets. None: no row
-        matches.
+        The row; if it renames the key, its argument is the new name without placeholders. None: no
+        row matches.
     """
     is_ours = leaf_of(key, task) is not None
     for rule in rules_of(names):
@@ -97,6 +91,12 @@ def find_rule(names: str, task: str, key: str) -> tuple[Rule, tuple[str, ...]] |
         if rule.becomes == "unlike" or (is_ours and rule.becomes in ("any", "values")):
             continue
         match = rule.pattern.fullmatch(key)
-        if match is not None:
-            return rule, match.groups()
+        if match is None:
+            continue
+        if rule.becomes != ">":
+            return rule
+        name = rule.argument
+        for part in match.groups():
+            name = re.sub(r"\*|<\w+>", part, name, count=1)
+        return rule._replace(argument=name)
     return None

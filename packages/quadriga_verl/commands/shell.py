@@ -14,11 +14,12 @@ import ast
 import operator
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from quadriga.errors import ConfigError
 
@@ -28,7 +29,7 @@ _PROCESS_OPTIONS = {"nnodes": "trainer.nnodes", "nproc_per_node": "trainer.n_gpu
 _NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _ARRAY_ASSIGNMENT = re.compile(rf"{_NAME}\+?=")
-_PARAMETER = re.compile(rf"({_NAME}|[@*0-9])(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+_PARAMETER = re.compile(rf"({_NAME}|[@*0-9])(\[[@*]\])?(?:(:?)([-=+?])(.*))?", re.DOTALL)
 _PLAIN_PARAMETER = re.compile(rf"{_NAME}|[@*0-9#?]")
 _BLANK = re.compile(r"(?:[ \t\r]|\\\n|(?<![^\s;(])#.*)+")
 _SEPARATOR = re.compile(r"&&|\|\||;;|[\n;&|()]")
@@ -45,6 +46,8 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
+Trilean: TypeAlias = bool | None
+"""A condition; None: not known."""
 UNDECIDED = "it is in a loop, a function or under a condition that is not decided here"
 """Problem of a command that a shell may or may not run."""
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -141,8 +144,22 @@ def _piece_end(text: str, start: int) -> int:
     closing = {'"': '"', "${": "}", "$(": ")"}.get(opening)
     if closing is None:
         return start + (2 if sign == "\\" else 1)
+    return _bracket_end(text, start + len(opening), closing)
+
+
+def _bracket_end(text: str, start: int, closing: str) -> int:
+    """Find the end of quotes or brackets.
+
+    Args:
+        text: the script.
+        start: position after the opening character.
+        closing: the closing character.
+
+    Raises:
+        IndexError, ValueError: a quote or a bracket is not closed.
+    """
     # Pieces may be nested, so that the closing character is searched for piece by piece.
-    position = start + len(opening)
+    position = start
     depth = 1  # closing characters that are still missing
     while depth:
         if text[position] == closing:
@@ -157,23 +174,6 @@ def _piece_end(text: str, start: int) -> int:
         else:
             position = _piece_end(text, position)
     return position
-
-
-def _word_end(text: str, start: int) -> int:
-    """Find the end of a word: the first blank or operator outside of quotes and expansions."""
-    position = start
-    try:
-        while position < len(text) and text[position] not in " \t\r\n;&|<>()":
-            position = _piece_end(text, position)
-    except (IndexError, ValueError) as error:
-        raise _unclosed_error(text, start) from error
-    return position
-
-
-def _unclosed_error(text: str, start: int) -> ConfigError:
-    """Make the error about a quote or bracket that is not closed."""
-    where = f"line {text.count(chr(10), 0, start) + 1}"
-    return ConfigError(where, got="a quote or bracket without its end", expected="both")
 
 
 def _split_statements(text: str) -> Iterator[_Statement]:
@@ -191,7 +191,7 @@ def _split_statements(text: str) -> Iterator[_Statement]:
             start = position = redirection.end()
             # `2>&1` has no file behind it.
             if "&" not in redirection[1][1:]:
-                position = _word_end(text, start)
+                _, position = _read_word(text, start)
             if "<<" in redirection[1] and "<<<" not in redirection[1]:
                 here_end = text[start:position].strip("'\"")
         elif separator:
@@ -217,23 +217,26 @@ def _split_statements(text: str) -> Iterator[_Statement]:
 
 
 def _read_word(text: str, start: int) -> tuple[Any, int]:
-    """Read a word, or the assignment of an array.
+    """Read a word, up to the first blank or operator outside of quotes and expansions.
 
     Returns:
-        The word as text or `_Array`, and the position after it.
+        The word as text, or an assignment as `_Array`; and the position after it.
+
+    Raises:
+        ConfigError: a quote or a bracket is not closed.
     """
-    end = _word_end(text, start)
-    word = text[start:end]
-    if text[end : end + 1] != "(" or not _ARRAY_ASSIGNMENT.fullmatch(word):
-        return word, end
-    # The brackets of an array are nested like those of `$(...)`, for which there is a function.
-    expansion = f"${text[end:]}"
+    end = start
     try:
-        expansion_length = _piece_end(expansion, 0)
+        while end < len(text) and text[end] not in " \t\r\n;&|<>()":
+            end = _piece_end(text, end)
+        word = text[start:end]
+        if text[end : end + 1] != "(" or not _ARRAY_ASSIGNMENT.fullmatch(word):
+            return word, end
+        array_end = _bracket_end(text, end + 1, ")")
     except (IndexError, ValueError) as error:
-        raise _unclosed_error(text, end) from error
-    # The `$` that was added is not part of the script.
-    array_end = end + expansion_length - 1
+        where = f"line {text.count(chr(10), 0, start) + 1}"
+        got = "a quote or bracket without its end"
+        raise ConfigError(where, got=got, expected="both") from error
     elements = []
     for part in _split_statements(text[end + 1 : array_end - 1]):
         elements += part.words
@@ -255,20 +258,20 @@ class _ShellBlock:
             begun, or the block is not a `case`.
     """
 
-    is_run: bool | None
-    is_done: bool | None
+    is_run: Trilean
+    is_done: Trilean
     subject: Any = ""
     patterns: list[Any] | None = None
 
-    def begin_branch(self, is_chosen: bool | None) -> None:
+    def begin_branch(self, is_chosen: Trilean) -> None:
         """Begin the next branch, which is run if no earlier one is.
 
         Args:
             is_chosen: whether the branch's own condition is true. None: not known.
         """
-        self.is_run = _all_true((is_chosen, _not(self.is_done)))
+        self.is_run = _all_true(is_chosen, _not(self.is_done))
         # By De Morgan's law: done if one of the two is true, else unknown if one is unknown.
-        self.is_done = _not(_all_true((_not(self.is_done), _not(is_chosen))))
+        self.is_done = _not(_all_true(_not(self.is_done), _not(is_chosen)))
 
 
 class _Shell:
@@ -283,7 +286,7 @@ class _Shell:
         self._variables: dict[str, str | _Unknown] = dict(environment)
         self._notices: list[str] = []
         self._blocks: list[_ShellBlock] = []
-        self._status: bool | None = True  # of the last command; None: not known
+        self._status: Trilean = True  # of the last command; None: not known
         self._line = 0
         self._end = ""  # why no later command is run, once the script has ended
         self._is_condition = False  # whether the statement is part of a condition, before `then`
@@ -297,16 +300,14 @@ class _Shell:
         """
         self._line = statement.line
         words = list(statement.words)
-        if self._read_pattern(statement):
-            return None
-        if not self._read_keywords(words) or not words:
+        if self._read_pattern(statement) or not self._read_keywords(words) or not words:
             return None
         # None: it depends on a condition or an exit status that is not known.
-        is_run = _all_true(block.is_run for block in self._blocks)
+        is_run = _all_true(*(block.is_run for block in self._blocks))
         if statement.before == "&&":
-            is_run = _all_true((is_run, self._status))
+            is_run = _all_true(is_run, self._status)
         elif statement.before == "||":
-            is_run = _all_true((is_run, _not(self._status)))
+            is_run = _all_true(is_run, _not(self._status))
         if is_run is False:
             return None
 
@@ -327,7 +328,7 @@ class _Shell:
             self._end = f"the script ends in line {self._line}, before this command"
         return self._expand_command(words, is_run)
 
-    def _expand_command(self, words: list[Any], is_run: bool | None) -> Command:
+    def _expand_command(self, words: list[Any], is_run: Trilean) -> Command:
         """Make a command by expanding its words."""
         command = Command(self._line, notices=list(self._notices))
         for word in words:
@@ -350,11 +351,14 @@ class _Shell:
         while words and isinstance(words[0], str):
             keyword = words[0]
             if keyword in ("if", "elif"):
-                self._open_branch(keyword, words[1:])
+                result = self._evaluate_condition(words[1:])
+                if keyword == "if" or not self._blocks:
+                    self._blocks.append(_ShellBlock(False, False))
+                self._blocks[-1].begin_branch(result)
+                self._is_condition = True
                 return False
             if keyword == "else" and self._blocks:
-                is_done = self._blocks.pop().is_done
-                self._blocks.append(_ShellBlock(_not(is_done), True))
+                self._blocks[-1].begin_branch(True)
             elif keyword == "case":
                 block = _ShellBlock(False, False, subject=words[1:2], patterns=words[3:])
                 self._blocks.append(block)
@@ -375,19 +379,6 @@ class _Shell:
             self._blocks[-1:] = [_ShellBlock(None, None)]
             return False
         return True
-
-    def _open_branch(self, keyword: str, condition: list[Any]) -> None:
-        """Begin a branch of `if`.
-
-        Args:
-            keyword: "if" or "elif".
-            condition: words of its condition.
-        """
-        result = self._evaluate_condition(condition)
-        if keyword == "if" or not self._blocks:
-            self._blocks.append(_ShellBlock(False, False))
-        self._blocks[-1].begin_branch(result)
-        self._is_condition = True
 
     def _read_pattern(self, statement: _Statement) -> bool:
         """Collect the patterns before a branch of `case`, and begin the branch after their `)`.
@@ -411,7 +402,7 @@ class _Shell:
         block.patterns += statement.words
         return True
 
-    def _matches_case(self, block: _ShellBlock) -> bool | None:
+    def _matches_case(self, block: _ShellBlock) -> Trilean:
         """Whether the word of a `case` matches one of the collected patterns. None: not known."""
         try:
             patterns = [self._expand_to_text(pattern) for pattern in block.patterns or ()]
@@ -422,7 +413,7 @@ class _Shell:
             return None
         return any(fnmatchcase(subject, pattern) for pattern in patterns)
 
-    def _evaluate_condition(self, words: list[Any]) -> bool | None:
+    def _evaluate_condition(self, words: list[Any]) -> Trilean:
         """Whether a condition in brackets is true. None: it cannot be decided."""
         try:
             operands = []
@@ -445,7 +436,7 @@ class _Shell:
             return None
         return None
 
-    def _assign(self, word: str | _Array, is_run: bool | None) -> None:
+    def _assign(self, word: str | _Array, is_run: Trilean) -> None:
         """Assign a variable.
 
         If its value cannot be determined, the variable has the environment's value, or else the
@@ -462,15 +453,12 @@ class _Shell:
                 raise _Unknown(
                     f"{name} is set in line {self._line}, under a condition that is not decided here"
                 )
+            value = self._expand_to_text(text)
+            gap = ""
             if isinstance(word, _Array):
-                fields = [
-                    part for element in word.elements for part in self._expand_to_words(element)
-                ]
-                value = _GAP.join(_KEPT + part for part in fields)
                 gap = _GAP
-            else:
-                value = self._expand_to_text(text)
-                gap = ""
+                fields = chain.from_iterable(map(self._expand_to_words, word.elements))
+                value = gap.join(_KEPT + part for part in fields)
             self._variables[name] = self._variable_value(name) + gap + value if appends else value
         except _Unknown as unknown:
             self._variables[name] = self._environment.get(name, unknown)
@@ -564,14 +552,10 @@ class _Shell:
         match = _PARAMETER.fullmatch(inner)
         if match is None:
             raise _Unknown(f"${{{inner}}} is more than is read here (line {self._line})")
-        name, all_elements, modifier, word = match.groups()
+        name, all_elements, colon, action, word = match.groups()
         value = self._variables.get(name)
-        is_missing = value is None
-        action = ""
-        if modifier:
-            action = modifier[-1]
-            # With a colon, an empty value counts as missing.
-            is_missing = is_missing or (modifier[0] == ":" and value == "")
+        # With a colon, an empty value counts as missing.
+        is_missing = value is None or (colon and value == "")
 
         # ${NAME+word}, ${NAME-word}, ${NAME=word} and ${NAME?}.
         if action == "+":
@@ -619,11 +603,8 @@ class _Shell:
         Raises:
             _Unknown: it is another command.
         """
-        words = []
-        for statement in _split_statements(inner):
-            for raw in statement.words:
-                words += self._expand_to_words(raw)
-        match words:
+        words = chain.from_iterable(statement.words for statement in _split_statements(inner))
+        match list(chain.from_iterable(map(self._expand_to_words, words))):
             case ["pwd"]:
                 return str(Path.cwd())
             case ["basename", path]:
@@ -638,17 +619,16 @@ def _is_assignment(word: str | _Array) -> bool:
     return isinstance(word, _Array) or _ASSIGNMENT.fullmatch(word) is not None
 
 
-def _not(state: bool | None) -> bool | None:
+def _not(state: Trilean) -> Trilean:
     """Negate a state that may be unknown."""
     return None if state is None else not state
 
 
-def _all_true(states: Iterable[bool | None]) -> bool | None:
+def _all_true(*states: Trilean) -> Trilean:
     """Whether all states are true. None: that depends on unknown ones."""
-    listed = list(states)
-    if False in listed:
+    if False in states:
         return False
-    return None if None in listed else True
+    return None if None in states else True
 
 
 # ---- launchers ----------------------------------------------------------------------------------
@@ -665,7 +645,7 @@ def find_program(words: Sequence[str]) -> tuple[str, list[str]] | None:
         processes are added as `trainer.nnodes` and `trainer.n_gpus_per_node`. None: the command
         line starts no Python program.
     """
-    sizes: list[str] = []
+    sizes = []
     for number, word in enumerate(words):
         option, _, value = word.partition("=")
         following = words[number + 1] if number + 1 < len(words) else ""

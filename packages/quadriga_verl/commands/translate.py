@@ -5,7 +5,6 @@ words ──compose──> verl's tree of keys ──Line.translate_key, key by 
                                        ──FINISH, whole line────>       ──read_settings──> Config
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,13 +22,11 @@ from quadriga_verl.commands.hydra import (
     read_config,
     verl_defaults,
 )
-from quadriga_verl.commands.line import WORDS, Line
+from quadriga_verl.commands.line import Line
 from quadriga_verl.commands.meaning import FINISH
 from quadriga_verl.commands.programs import translate_merger
-from quadriga_verl.commands.rules import SECTIONS, Rule, rules_of
+from quadriga_verl.commands.rules import rules_of
 from quadriga_verl.commands.verl_keys import VerlKeys, is_among, is_number
-
-__all__ = ["GROUPS", "SECTIONS", "WORDS", "Line", "Rule", "compose", "translate"]
 
 GROUPS = ("engine", "model", "optim")
 """Groups of configuration files that a word without a dot, such as `engine=megatron`, chooses from."""
@@ -127,8 +124,7 @@ def _note_redundant_keys(line: Line, words: Sequence[str]) -> None:
         line_without.keys.unset(key)
         _translate_keys(line_without)
         if (line_without.settings, line_without.options) == (line.settings, line.options):
-            line.current_key = key
-            line.note("It changes nothing beside the other keys of this command line.")
+            line.note("It changes nothing beside the other keys of this command line.", key)
 
 
 @cache
@@ -146,12 +142,12 @@ def _translate_keys(line: Line) -> None:
     for key in list(line.keys.tree.values):
         _translate_key(line, key)
     # Differences from verl on purpose are reported once all keys are known.
+    line.current_key = ""
     for rule in rules_of(line.rules):
         if rule.becomes == "unlike":
-            line.current_key = rule.pattern.pattern.replace("\\", "")
-            conditions = json.loads(rule.argument)
-            if all(is_among(line.get(key), values) for key, values in conditions.items()):
-                line.note(rule.sentence)
+            conditions = rule.argument.items()
+            if all(is_among(line.get(key), values) for key, values in conditions):
+                line.note(rule.sentence, rule.pattern.pattern.replace("\\", ""))
     for function in FINISH.get(line.entry.rules.partition(",")[0], ()):
         function(line)
 
@@ -186,34 +182,23 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
         words: its arguments.
         version: the version of verl whose defaults hold.
     """
-    problems: list[ConfigError] = []
-    flags, settings = _split_flags(words, problems)
-    parsed_words = []
-    for argument in settings:
-        try:
-            parsed_words.append(parse_word(argument))
-        except ConfigError as problem:
-            problems.append(problem)
-
+    problems = []
+    flags, parsed_words = _parse_words(words, problems)
     name = str(flags.get("name") or "").removesuffix(".yaml").rpartition("/")[2]
-    tree_name = _tree_name(entry, name, parsed_words)
-    default = verl_defaults(tree_name, version) | verl_defaults(entry.name, version)
+    tree = CONFIG_FILES.get(name, entry.tree)
+    for word in reversed(parsed_words):
+        # A tree of a training engine.
+        if word.key in ("model_engine", "engine") and f"{entry.tree}_{word.value}" in TREES:
+            tree = f"{entry.tree}_{word.value}"
+    default = verl_defaults(tree, version) | verl_defaults(entry.name, version)
     line = Line(entry, version, VerlKeys(entry, Tree(default), default))
     if name and name not in CONFIG_FILES:
-        folder = Path(str(flags.get("path") or ".")).expanduser()
-        _read_file(line, folder / f"{name}.yaml", problems)
+        file = Path(str(flags.get("path") or ".")).expanduser() / f"{name}.yaml"
+        _read_file(line, file, problems)
     for word in parsed_words:
         _apply_word(line, word, problems)
     line.refused += problems
     return line
-
-
-def _tree_name(entry: Entry, config_name: str, words: Sequence[Word]) -> str:
-    """The tree in defaults.tsv: that of the training engine, of the file, or of the program."""
-    for word in words:
-        if word.key in ("model_engine", "engine") and f"{entry.tree}_{word.value}" in TREES:
-            return f"{entry.tree}_{word.value}"
-    return CONFIG_FILES.get(config_name, entry.tree)
 
 
 def _apply_word(line: Line, word: Word, problems: list[ConfigError]) -> None:
@@ -226,8 +211,9 @@ def _apply_word(line: Line, word: Word, problems: list[ConfigError]) -> None:
         key = (key.partition("@")[2] or key) + ".group"
     if word.sign == "~":
         if key not in tree.values and not tree.keys_below(key):
-            got = "nothing to leave out"
-            problems.append(ConfigError(f"~{key}", got=got, expected="a key that there is"))
+            problems.append(
+                ConfigError(f"~{key}", got="nothing to leave out", expected="a key that there is")
+            )
         tree.drop(key)
         return
 
@@ -245,9 +231,12 @@ def _apply_word(line: Line, word: Word, problems: list[ConfigError]) -> None:
 def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
     """Apply a user's configuration file to the tree; a missing file is a problem of the machine."""
     if not file.is_file():
-        fix = "The rest is read over the program's own defaults."
-        expected = "a file that exists"
-        problem = MachineError("--config-name", got=f"'{file}'", expected=expected, fix=fix)
+        problem = MachineError(
+            "--config-name",
+            got=f"'{file}'",
+            expected="a file that exists",
+            fix="The rest is read over the program's own defaults.",
+        )
         line.machine.append(problem)
         return
     base = {name: verl_defaults(tree, line.version) for name, tree in CONFIG_FILES.items()}
@@ -260,21 +249,29 @@ def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
             line.keys.new.add(key)
 
 
-def _split_flags(
+def _parse_words(
     words: Iterable[str], problems: list[ConfigError]
-) -> tuple[dict[str, str], list[str]]:
-    """Separate Hydra's own options from the words that set keys."""
-    flags: dict[str, str] = {}
-    settings: list[str] = []
+) -> tuple[dict[str, str], list[Word]]:
+    """Parse the words of a command line: Hydra's own options, and words that set keys."""
+    flags = {}
+    parsed_words = []
     remaining_words = iter(words)
     for word in remaining_words:
         option, has_value, value = word.partition("=")
         if option in _FLAGS:
             flags[_FLAGS[option]] = value if has_value else next(remaining_words, "")
         elif word in _SWEEP:
-            expected = "one value for each key"
-            fix = "Start a run for each choice: sweeps are not run."
-            problems.append(ConfigError(word, got="a sweep", expected=expected, fix=fix))
+            problems.append(
+                ConfigError(
+                    word,
+                    got="a sweep",
+                    expected="one value for each key",
+                    fix="Start a run for each choice: sweeps are not run.",
+                )
+            )
         elif word.strip() and not word.startswith("hydra"):
-            settings.append(word)
-    return flags, settings
+            try:
+                parsed_words.append(parse_word(word))
+            except ConfigError as problem:
+                problems.append(problem)
+    return flags, parsed_words

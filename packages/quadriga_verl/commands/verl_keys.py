@@ -78,16 +78,11 @@ class VerlKeys:
         If this version does not have the key, it is the default of the latest version that has.
         None: no version has the key.
         """
-        if key in self.default:
-            return self._with_references(key, self.default[key])
+        defaults = [self.default]
         # A user may also set keys of the Megatron trainers in a line of the others.
         for tree in (self.entry.tree, "ppo_megatron"):
-            for version in reversed(VERSIONS):
-                values = verl_defaults(tree, version)
-                if key in values:
-                    return self._with_references(key, values[key])
+            defaults += [verl_defaults(tree, version) for version in reversed(VERSIONS)]
+        for values in defaults:
+            if key in values:
+                return Tree(self.tree.values | {key: values[key]}).resolve(key)
         return None
-
-    def _with_references(self, key: str, value: Any) -> Any:
-        """Resolve the references of a value that a key would have."""
-        return Tree(self.tree.values | {key: value}).resolve(key)

@@ -39,8 +39,8 @@ def read_table() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
         For each module of verl, parent packages included, its names and `module:attribute` of what
         they stand for; and advice by dotted name for what is missing here.
     """
-    modules: dict[str, dict[str, str]] = {}
-    missing: dict[str, str] = {}
+    modules = {}
+    missing = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines()[1:]:
         module, home, names = line.split("\t")
         if not home:
@@ -79,13 +79,10 @@ def _advice_for(name: str) -> str:
         return MISSING[name]
     parent, _, last = name.rpartition(".")
     known_names = list(MODULES.get(parent, ()))
-    modules_with_name = []
-    for module, names in MODULES.items():
+    for module in MODULES:
         module_parent, _, module_name = module.rpartition(".")
         if module_parent == parent:
             known_names.append(module_name)
-        if last in names:
-            modules_with_name.append(module)
     # Only misspelled names: a name that is merely similar belongs to something else.
     suggestion = did_you_mean(last, get_close_matches(last, known_names, cutoff=0.93))
     if suggestion:
@@ -95,6 +92,7 @@ def _advice_for(name: str) -> str:
         if parent in MISSING:
             return MISSING[parent]
         parent = parent.rpartition(".")[0]
+    modules_with_name = [module for module, names in MODULES.items() if last in names]
     if modules_with_name:
         return f"A {last} is in {' and '.join(modules_with_name)}."
     return "docs/verl_names.md lists all names."

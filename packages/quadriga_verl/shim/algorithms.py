@@ -24,13 +24,19 @@ from torch import Tensor
 from quadriga.algorithms import masked
 from quadriga.algorithms.aggregate import agg_loss as _agg_loss
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
-from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES, Registry
+from quadriga.algorithms.registry import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    AlgorithmFunction,
+    Registry,
+)
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.user_file import accepted_arguments
 from quadriga_verl import core_algos
 from quadriga_verl.shim import is_before
 
+VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _LOSS_FIELDS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 _USUAL_FIELDS = ("token_level_rewards", "response_mask", "index")
 """Fields that verl passes to an estimator that has parameters for them, even with defaults."""
@@ -41,20 +47,18 @@ _METRICS_BEFORE_0_7 = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 # ---- users' functions for Quadriga --------------------------------------------------------------
 
 
-def to_quadriga_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
+def to_quadriga_estimator(function: AlgorithmFunction) -> AlgorithmFunction:
     """Adapt an estimator with verl's interface to that of Quadriga.
 
     `index` gets the column `uid`, and `config` the section `algorithm`.
     """
-    required_names = []
-    for parameter in signature(function).parameters.values():
-        is_variadic = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-        if not is_variadic and parameter.default is Parameter.empty:
-            required_names.append(parameter.name)
+    names = []
+    for name, parameter in signature(function).parameters.items():
+        is_required = parameter.kind not in VARIADIC and parameter.default is Parameter.empty
+        if is_required and name != "config":
+            names.append(name)
     usual_names = accepted_arguments(function, dict.fromkeys(_USUAL_FIELDS))
-    names = list(dict.fromkeys([*required_names, *usual_names]))
-    if "config" in names:
-        names.remove("config")
+    names += [name for name in usual_names if name not in names]
 
     def estimate(*fields: Any, config: Any) -> Any:
         arguments = dict(zip(names, fields, strict=True))
@@ -64,7 +68,7 @@ def to_quadriga_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
     return _with_signature(estimate, function, fields, {"config": Parameter.empty})
 
 
-def to_quadriga_loss(function: Callable[..., Any]) -> Callable[..., Any]:
+def to_quadriga_loss(function: AlgorithmFunction) -> AlgorithmFunction:
     """Adapt a policy loss with verl's interface to that of Quadriga.
 
     verl's loss returns a scalar for a micro-batch. Quadriga's returns a loss for each token, which
@@ -76,9 +80,12 @@ def to_quadriga_loss(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def loss(*, config: Any, rollout_is_weights: Tensor | None = None, **fields: Tensor) -> Any:
         if config.loss_agg_mode == "rollout-mean-token-mean":
-            got = "loss_agg_mode='rollout-mean-token-mean', for a loss that does not see rollouts"
-            fix = "Set it to seq-mean-token-mean, or register a loss per token."
-            raise ConfigError(name, got=got, expected="a mode of verl", fix=fix)
+            raise ConfigError(
+                name,
+                got="loss_agg_mode='rollout-mean-token-mean', for a loss that does not see rollouts",
+                expected="a mode of verl",
+                fix="Set it to seq-mean-token-mean, or register a loss per token.",
+            )
         # A loss may pass these to `agg_loss`. They have no counts of the mini-batch, which the
         # engine applies later.
         batch_info = {
@@ -94,9 +101,11 @@ def to_quadriga_loss(function: Callable[..., Any]) -> Callable[..., Any]:
         }
         arguments = accepted_arguments(function, offered)
         if rollout_is_weights is not None and "rollout_is_weights" not in arguments:
-            got = "importance weights of the rollout, which it does not take"
-            fix = "Add the parameter rollout_is_weights=None and multiply the loss of each token by it."
-            raise ConfigError(name, got=got, fix=fix)
+            raise ConfigError(
+                name,
+                got="importance weights of the rollout, which it does not take",
+                fix="Add the parameter rollout_is_weights=None and multiply the loss of each token by it.",
+            )
         scalar, *results = function(**fields, **arguments)
         _check_scalar(scalar, name)
         metrics = dict(_read_metrics(results, name))
@@ -128,8 +137,12 @@ def _check_scalar(scalar: Any, name: str) -> None:
     got = type(scalar).__name__
     if isinstance(scalar, Tensor):
         got = f"a loss of shape {list(scalar.shape)}"
-    fix = "Aggregate it by agg_loss; a loss per token is registered by quadriga.algorithms."
-    raise ConfigError(name, got=got, expected="a scalar tensor first, as in verl", fix=fix)
+    raise ConfigError(
+        name,
+        got=got,
+        expected="a scalar tensor first, as in verl",
+        fix="Aggregate it by agg_loss; a loss per token is registered by quadriga.algorithms.",
+    )
 
 
 def _read_metrics(results: Sequence[Any], name: str) -> Iterator[tuple[str, float]]:
@@ -156,11 +169,11 @@ def _read_metrics(results: Sequence[Any], name: str) -> Iterator[tuple[str, floa
 
 
 def _with_signature(
-    adapted: Callable[..., Any],
-    function: Callable[..., Any],
+    adapted: AlgorithmFunction,
+    function: AlgorithmFunction,
     fields: Sequence[str],
     options: Mapping[str, Any],
-) -> Callable[..., Any]:
+) -> AlgorithmFunction:
     """Give an adapter the name of the user's function, and a signature that registries can read.
 
     Args:
@@ -185,7 +198,7 @@ def _with_signature(
 # ---- functions here with verl's interface -------------------------------------------------------
 
 
-def to_verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
+def to_verl_estimator(estimator: AlgorithmFunction) -> AlgorithmFunction:
     """Give an estimator verl's parameters; see `core_algos.with_verl_signature`.
 
     Options that are not passed are read from `config`. Unknown keyword arguments are ignored.
@@ -213,7 +226,7 @@ def to_verl_estimator(estimator: Callable[..., Any]) -> Callable[..., Any]:
     return compute_advantage
 
 
-def to_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
+def to_verl_loss(function: AlgorithmFunction) -> AlgorithmFunction:
     """Give a registered policy loss verl's parameters, and the results that verl's version has.
 
     Options are read from `config`, which may be verl's section `actor` or a dictionary.
@@ -248,8 +261,7 @@ def to_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
             **columns,
         }
         fields |= algorithm.compute_columns(fields)
-        arguments = {field: fields[field] for field in algorithm.fields}
-        losses, diagnostics = algorithm.function(**arguments)
+        losses, diagnostics = algorithm.function(*(fields[name] for name in algorithm.fields))
         if rollout_is_weights is not None:
             losses = losses * rollout_is_weights
         loss = _agg_loss(losses, response_mask, loss_agg_mode)
@@ -266,7 +278,7 @@ def to_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
 # ---- registries ---------------------------------------------------------------------------------
 
 
-class VerlRegistryView(MutableMapping[str, Callable[..., Any]]):
+class VerlRegistryView(MutableMapping[str, AlgorithmFunction]):
     """A view of one of Quadriga's registries, in which functions have verl's interface.
 
     Args:
@@ -276,13 +288,13 @@ class VerlRegistryView(MutableMapping[str, Callable[..., Any]]):
     """
 
     def __init__(
-        self, registry: Registry, ours: Callable[..., Any], verls: Callable[..., Any]
+        self, registry: Registry, ours: AlgorithmFunction, verls: AlgorithmFunction
     ) -> None:
         self._registry = registry
         self._to_ours = ours
         self._to_verls = verls
         # Functions that were registered here are read unchanged.
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._originals: dict[str, AlgorithmFunction] = {}
 
     def register(self, name: str) -> Callable[[Any], Any]:
         """Make a decorator that registers a function and returns it unchanged."""
@@ -293,13 +305,13 @@ class VerlRegistryView(MutableMapping[str, Callable[..., Any]]):
 
         return decorate
 
-    def __getitem__(self, name: str) -> Callable[..., Any]:
+    def __getitem__(self, name: str) -> AlgorithmFunction:
         name = _name_as_text(name)
         if name in self._originals:
             return self._originals[name]
         return self._to_verls(self._registry[name])
 
-    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+    def __setitem__(self, name: str, function: AlgorithmFunction) -> None:
         name = _name_as_text(name)
         self._registry.register(name)(self._to_ours(function))
         self._originals[name] = function
@@ -314,7 +326,7 @@ class VerlRegistryView(MutableMapping[str, Callable[..., Any]]):
     def __len__(self) -> int:
         return len(self._registry)
 
-    def find(self, name: str) -> Callable[..., Any]:
+    def find(self, name: str) -> AlgorithmFunction:
         """Find a function with verl's arguments.
 
         Raises:
@@ -349,10 +361,9 @@ def __getattr__(name: str) -> Any:
     if loss != name and loss in POLICY_LOSSES:
         return POLICY_LOSS_REGISTRY[loss]
     match = _ESTIMATOR.fullmatch(name)
-    if match is not None:
-        estimator = _RENAMED.get(match[1], match[1])
-        if estimator in ADVANTAGES:
-            return ADV_ESTIMATOR_REGISTRY[estimator]
+    estimator = _RENAMED.get(match[1], match[1]) if match else None
+    if estimator in ADVANTAGES:
+        return ADV_ESTIMATOR_REGISTRY[estimator]
     raise AttributeError(name)
 
 

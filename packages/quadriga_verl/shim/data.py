@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 import numpy as np
@@ -39,6 +39,8 @@ _KEYS_WITHOUT_EFFECT = {
     *("need_tools_kwargs", "filter_prompts", "image_patch_size"),
 }
 """Keys that verl's class reads, and that have no effect here."""
+Row: TypeAlias = dict[str, Any]
+"""Columns of a row by name."""
 _READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
@@ -113,8 +115,7 @@ class RLHFDataset(Dataset):
             ending = Path(file).suffix
             if ending not in _READERS:
                 raise DataError(file, got=f"the ending {ending!r}", expected=", ".join(_READERS))
-            reader = _READERS[ending]
-            tables.append(datasets.load_dataset(reader, data_files=file, split="train"))
+            tables.append(datasets.load_dataset(_READERS[ending], data_files=file, split="train"))
         rows = datasets.concatenate_datasets(tables)
         if 0 < self.max_samples < len(rows):
             chosen_rows = np.arange(len(rows))
@@ -138,27 +139,22 @@ class RLHFDataset(Dataset):
         rows = self.dataframe if dataframe is None else dataframe
         if not self.filter_overlong_prompts:
             return rows
-        texts: list[str] = []
+        texts = []
         for number, row in enumerate(rows):
             where = f"row {number} of {type(self).__name__}"
             tools = self._context.tools_of(row)
-            texts.append(
-                self._encoder.render(self._chat_of_row(dict(row)), where=where, tools=tools)
-            )
-        lengths = [len(ids) for ids in self._encoder.encode(texts)]
-        require_short_prompt(lengths, self.max_prompt_length, where=type(self).__name__)
-        short_rows = []
-        for number, length in enumerate(lengths):
-            if length <= self.max_prompt_length:
-                short_rows.append(number)
-        return rows.select(short_rows)
+            chat = self._chat_of_row(dict(row))
+            texts.append(self._encoder.render(chat, where=where, tools=tools))
+        lengths = np.array([len(ids) for ids in self._encoder.encode(texts)])
+        require_short_prompt(lengths.tolist(), self.max_prompt_length, where=type(self).__name__)
+        return rows.select(np.flatnonzero(lengths <= self.max_prompt_length).tolist())
 
-    def _build_messages(self, example: dict[str, Any], key: str | None = None) -> Any:
+    def _build_messages(self, example: Row, key: str | None = None) -> Any:
         """Return the chat of a row: its column `key`, by default `data.prompt_key`."""
         name = key or self.prompt_key
         return as_messages(example[name], where=f"column {name!r}")
 
-    def _chat_of_row(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def _chat_of_row(self, row: Row) -> list[Row]:
         """Chat of a row by `_build_messages`, which a subclass may override."""
         # In a table, each message has the fields of all messages, some of them null.
         drop_null_fields(row, [self.prompt_key])
@@ -169,16 +165,15 @@ class RLHFDataset(Dataset):
     def __len__(self) -> int:
         return len(self.dataframe)
 
-    def __getitem__(self, item: int) -> dict[str, Any]:
+    def __getitem__(self, item: int) -> Row:
         """Return the columns of a row, with `raw_prompt` and its tokens.
 
         `index`, `tools_kwargs` and `interaction_kwargs` are copied from the row's `extra_info`. If
         `data.return_full_prompt` is set, `full_prompts` is the rendered text.
         """
-        row = self._row_without_tokens(item)
-        return self._add_tokens(row, f"row {item} of {type(self).__name__}")
+        return self._add_tokens(self._row_without_tokens(item), item)
 
-    def _row_without_tokens(self, item: int) -> dict[str, Any]:
+    def _row_without_tokens(self, item: int) -> Row:
         """Columns of a row with `raw_prompt`, but without tokens."""
         row = dict(self.dataframe[item])
         messages = self._chat_of_row(row)
@@ -194,18 +189,14 @@ class RLHFDataset(Dataset):
             "interaction_kwargs": extra_info.get("interaction_kwargs") or {},
         }
 
-    def __getitems__(self, items: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, items: Sequence[int]) -> list[Row]:
         """Return the rows of a batch, which have tokens even if an overridden `__getitem__` makes none."""
-        is_overridden = type(self).__getitem__ is not RLHFDataset.__getitem__
-        rows = []
-        for item in items:
-            row = self[item]
-            if is_overridden:
-                row = self._update_tokens(row, item)
-            rows.append(row)
+        rows = [self[item] for item in items]
+        if type(self).__getitem__ is not RLHFDataset.__getitem__:
+            rows = [self._update_tokens(row, item) for row, item in zip(rows, items, strict=True)]
         return rows
 
-    def _update_tokens(self, row: dict[str, Any], item: int) -> dict[str, Any]:
+    def _update_tokens(self, row: Row, item: int) -> Row:
         """Tokenize the chat of a row again if a subclass changed it but not its tokens.
 
         Args:
@@ -216,7 +207,6 @@ class RLHFDataset(Dataset):
             The row with tokens: new ones if the subclass changed the chat but not its tokens, or
             made no tokens.
         """
-        where = f"row {item} of {type(self).__name__}"
         if "input_ids" in row and "raw_prompt" in row:
             # Compare with the row that the class itself makes.
             original = RLHFDataset.__getitem__(self, item)
@@ -228,30 +218,30 @@ class RLHFDataset(Dataset):
                 row = {name: value for name, value in row.items() if name not in token_columns}
                 for name in (self.image_key, self.video_key):
                     row[name] = raw_row.get(name)
-        return self._add_tokens(row, where)
+        return self._add_tokens(row, item)
 
-    def _add_tokens(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+    def _add_tokens(self, row: Row, item: int) -> Row:
         """Replace images and videos of a row by the tokens of its chat, unless it has tokens.
 
         Args:
             row: the row, from which columns are removed.
-            where: description of the row for errors.
+            item: number of the row, for errors.
         """
+        where = f"row {item} of {type(self).__name__}"
         images = as_list(row.pop(self.image_key, None))
         videos = as_list(row.pop(self.video_key, None))
         if "input_ids" in row:
             # A subclass has tokenized it.
             return row
         messages = as_messages(list(row["raw_prompt"]), where=where)
-        pictures: list[Any] = []
-        clips: list[Any] = []
+        pictures = []
+        clips = []
         if self._vision is None:
             refuse_media(messages, {"image": images, "video": videos}, self._section, where=where)
         else:
             messages, *media = with_parts(messages, images, videos, where=where)
-            folder = Path.cwd()
             pictures, clips = read_media(
-                media, self._vision, self._section, folder=folder, where=where
+                media, self._vision, self._section, folder=Path.cwd(), where=where
             )
         text = self._encoder.render(messages, where=where)
         columns = prompt_columns(
@@ -287,8 +277,12 @@ def data_section(config: Any, *, may_have_own_keys: bool = True) -> DataConfig:
     unknown_keys = tree.keys() - known.keys() - _KEYS_WITHOUT_EFFECT
     if unknown_keys and not may_have_own_keys:
         key = next(iter(unknown_keys))
-        fix = did_you_mean(key, DataConfig.model_fields)
-        raise ConfigError("RLHFDataset: config", got=f"{key!r}", expected="its keys", fix=fix)
+        raise ConfigError(
+            "RLHFDataset: config",
+            got=f"{key!r}",
+            expected="its keys",
+            fix=did_you_mean(key, DataConfig.model_fields),
+        )
     try:
         return DataConfig(**{**_VERLS_DEFAULTS, **known})
     except ValidationError as error:
@@ -399,8 +393,9 @@ def get_rope_index(
     """
     vision = as_vision(processor)
     if vision is None:
-        expected = "that of a vision-language model"
-        raise DataError("get_rope_index", got="no processor", expected=expected)
+        raise DataError(
+            "get_rope_index", got="no processor", expected="that of a vision-language model"
+        )
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     is_valid = attention_mask.bool()
@@ -435,8 +430,9 @@ def copy_to_local(src: str, cache_dir: str | None = None, *options: Any, **named
     """
     path = str(src)
     if path.startswith("hdfs://"):
-        fix = "Copy it: hdfs dfs -get."
-        raise DataError(path, got="a path of HDFS", expected="a local path", fix=fix)
+        raise DataError(
+            path, got="a path of HDFS", expected="a local path", fix="Copy it: hdfs dfs -get."
+        )
     return path
 
 

@@ -55,18 +55,18 @@ def verl_config(config: Config, num_epochs: int = 1) -> DictConfig:
     return view
 
 
+@dataclass(frozen=True)
 class NumProcesses:
     """The part of a `ResourcePoolManager` that loops use, if the trainer has none."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    config: Config
 
     def get_n_gpus(self) -> int:
         """Number of training processes."""
-        trainer = self._config.trainer
+        trainer = self.config.trainer
         if trainer.backend == "local":
             return 1
-        pools = set(role_pools(trainer, enabled_roles(self._config)).values())
+        pools = set(role_pools(trainer, enabled_roles(self.config)).values())
         return sum(sum(trainer.processes_of(pool)) for pool in pools)
 
 
@@ -136,10 +136,9 @@ def policy_view(loop: RayPPOTrainer, step: Callable[[], int]) -> Any:
         step: returns the number of the step, which becomes the version of the weights.
     """
     view = blocking_view(loop.actor, loop)
+    # A rollout in processes of its own is another object.
     rollout = loop.validator.rollout
-    generate = rollout.generate_sequences
-    if rollout is loop.actor:
-        generate = view.generate_sequences
+    generate = (view if rollout is loop.actor else rollout).generate_sequences
 
     def publish_weights(batch: DataProto, output: DataProto) -> DataProto:
         loop.weights.publish(step())

@@ -16,11 +16,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias
 from uuid import uuid4
 
 from omegaconf import OmegaConf
@@ -43,15 +43,14 @@ from quadriga_verl.shim import is_before
 from quadriga_verl.shim.data import RLHFDataset
 from quadriga_verl.shim.tools import (
     ConversationTool,
+    JsonObject,
     OpenModel,
     ToolResponse,
     simple_timer,
     tool_of,
 )
 
-LoopClass = TypeVar("LoopClass", bound=type)
-ParserClass = TypeVar("ParserClass", bound="type[ToolParser]")
-
+TokenIds: TypeAlias = list[int]
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"}
 """Sampling parameters that a loop may change."""
 _OTHER_PARAMETERS = {"logprobs", "n", "repetition_penalty", "max_tokens", "max_new_tokens"}
@@ -65,11 +64,11 @@ _CALLS = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 class TokenOutput(OpenModel):
     """A response of the engine."""
 
-    token_ids: list[int]
+    token_ids: TokenIds
     log_probs: list[float] | None = None
     stop_reason: str | None = None
     num_preempted: int | None = None
-    extra_fields: dict[str, Any] = Field(default_factory=dict)
+    extra_fields: JsonObject = Field(default_factory=dict)
 
 
 class AgentLoopMetrics(OpenModel):
@@ -82,22 +81,22 @@ class AgentLoopMetrics(OpenModel):
 class AgentLoopOutput(OpenModel):
     """A finished conversation: its tokens, and a mask of those that the model wrote."""
 
-    prompt_ids: list[int]
-    response_ids: list[int]
+    prompt_ids: TokenIds
+    response_ids: TokenIds
     response_mask: list[int]
     response_logprobs: list[float] | None = None
-    multi_modal_data: dict[str, Any] | None = None
+    multi_modal_data: JsonObject | None = None
     reward_score: float | None = None
     num_turns: int = 0
-    metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
-    extra_fields: dict[str, Any] = Field(default_factory=dict)
+    metrics: AgentLoopMetrics = AgentLoopMetrics()
+    extra_fields: JsonObject = Field(default_factory=dict)
 
 
+@dataclass
 class DictConfigWrap:
     """A configuration as the attribute `config`."""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    config: Any
 
 
 # ---- the engine of a conversation ---------------------------------------------------------------
@@ -117,29 +116,20 @@ class AsyncLLMServerManager:
     def __init__(self, chat: Conversation, services: Services) -> None:
         self.chat = chat
         self.services = services
-        self.token_ids: list[int] = []
+        self.token_ids: TokenIds = []
         self.log_probs: list[float] = []
-        self.last: list[int] = []
+        self.last: TokenIds = []
 
-    async def generate(
-        self,
-        request_id: str,
-        *,
-        prompt_ids: list[int],
-        sampling_params: Mapping[str, Any],
-        **media: Any,
-    ) -> Any:
+    async def generate(self, request_id: str, **arguments: Any) -> Any:
         """Call `complete`. Before verl 0.6, return only the token ids of the response."""
-        output = await self.complete(
-            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **media
-        )
+        output = await self.complete(request_id, **arguments)
         return output.token_ids if is_before(0, 6) else output
 
     async def complete(
         self,
         request_id: str,
         *,
-        prompt_ids: list[int],
+        prompt_ids: TokenIds,
         sampling_params: Mapping[str, Any],
         **media: Any,
     ) -> TokenOutput:
@@ -158,7 +148,14 @@ class AsyncLLMServerManager:
         """
         images = self._rendered_images(prompt_ids, media)
         parameters = dict(sampling_params)
-        _check_sampling(parameters)
+        unknown_names = parameters.keys() - _SAMPLING - _OTHER_PARAMETERS
+        is_penalized = parameters.get("repetition_penalty", 1.0) != 1.0
+        if unknown_names or is_penalized or parameters.get("n", 1) != 1:
+            raise RolloutError(
+                "server_manager.generate",
+                got=str(parameters)[:200],
+                expected=f"{', '.join(sorted(_SAMPLING))}, max_tokens; no repetition penalty, one response",
+            )
         limits = self.chat.limits
         max_tokens = parameters.get("max_tokens") or parameters.get("max_new_tokens")
         max_tokens = max_tokens or limits.response_tokens
@@ -181,7 +178,7 @@ class AsyncLLMServerManager:
             stop_reason="aborted" if is_aborted else "completed",
         )
 
-    def _rendered_images(self, prompt_ids: list[int], media: Mapping[str, Any]) -> Any:
+    def _rendered_images(self, prompt_ids: TokenIds, media: Mapping[str, Any]) -> Any:
         """Images in a prompt, whose tokens must be those that `apply_chat_template` returned.
 
         Args:
@@ -193,9 +190,8 @@ class AsyncLLMServerManager:
         """
         images = self.chat.images_in(prompt_ids)
         has_images = self.chat.sample.images is not None
-        for name, value in media.items():
-            has_images = has_images or (name.endswith("_data") and bool(value))
-        if images is None and has_images:
+        has_data = any(value for name, value in media.items() if name.endswith("_data"))
+        if images is None and (has_images or has_data):
             raise RolloutError(
                 "server_manager.generate",
                 got="images, and other tokens for them",
@@ -204,7 +200,7 @@ class AsyncLLMServerManager:
             )
         return images
 
-    def log_probs_of(self, response_ids: list[int], mask: list[int]) -> list[float]:
+    def log_probs_of(self, response_ids: TokenIds, mask: list[int]) -> list[float]:
         """Log-probabilities of a response that a loop has returned without them.
 
         Args:
@@ -220,24 +216,13 @@ class AsyncLLMServerManager:
         pairs = zip(response_ids, mask, strict=True)
         generated = [token for token, is_generated in pairs if is_generated]
         if generated != self.token_ids[: len(generated)]:
-            got = "tokens under the mask that were not generated"
-            fix = "Return response_logprobs too, or give tokens of other origin the mask 0."
-            raise RolloutError("AgentLoopOutput", got=got, fix=fix)
+            raise RolloutError(
+                "AgentLoopOutput",
+                got="tokens under the mask that were not generated",
+                fix="Return response_logprobs too, or give tokens of other origin the mask 0.",
+            )
         log_probs = iter(self.log_probs)
         return [next(log_probs) if is_generated else 0.0 for is_generated in mask]
-
-
-def _check_sampling(parameters: Mapping[str, Any]) -> None:
-    """Raise a RolloutError if a sampling parameter is not supported."""
-    unknown_names = parameters.keys() - _SAMPLING - _OTHER_PARAMETERS
-    is_penalized = parameters.get("repetition_penalty", 1.0) != 1.0
-    if unknown_names or is_penalized or parameters.get("n", 1) != 1:
-        names = ", ".join(sorted(_SAMPLING))
-        raise RolloutError(
-            "server_manager.generate",
-            got=str(parameters)[:200],
-            expected=f"{names}, max_tokens; no repetition penalty, one response",
-        )
 
 
 # ---- the adapter --------------------------------------------------------------------------------
@@ -340,8 +325,11 @@ def _write_tokens(
     if log_probs is None:
         log_probs = server.log_probs_of(output.response_ids, mask)
     if not len(mask) == len(log_probs) == num_tokens:
-        got = f"{num_tokens} response_ids, {len(mask)} of response_mask, {len(log_probs)} log_probs"
-        raise RolloutError(f"agent loop {chat.sample.agent}", got=got, expected="as many of each")
+        raise RolloutError(
+            f"agent loop {chat.sample.agent}",
+            got=f"{num_tokens} response_ids, {len(mask)} of response_mask, {len(log_probs)} log_probs",
+            expected="as many of each",
+        )
 
     chat.prompt_ids = list(output.prompt_ids)
     tokens = list(zip(output.response_ids, mask, log_probs, strict=True))
@@ -360,10 +348,10 @@ def _write_tokens(
         chat.outcome = read_outcome(output.reward_score)
 
 
-def register(agent_name: str) -> Callable[[LoopClass], LoopClass]:
+def register(agent_name: str) -> Callable[[type[Any]], type[Any]]:
     """Class decorator that registers a loop, in the file `rollout.agent.agent_loop_path`."""
 
-    def decorate(cls: LoopClass) -> LoopClass:
+    def decorate(cls: type[Any]) -> type[Any]:
         REGISTRY.register(agent_name)(cls.quadriga_form)
         return cls
 
@@ -442,7 +430,7 @@ class AgentLoopBase(ABC):
         """
         cls._class_initialized = True
 
-    async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    async def process_vision_info(self, messages: list[JsonObject]) -> JsonObject:
         """Return the images of the row's prompt, as arguments of `apply_chat_template`.
 
         Args:
@@ -455,11 +443,11 @@ class AgentLoopBase(ABC):
 
     async def apply_chat_template(
         self,
-        messages: list[dict[str, Any]],
+        messages: list[JsonObject],
         tools: Any = None,
         remove_system_prompt: bool = False,
         **media: Any,
-    ) -> list[int]:
+    ) -> TokenIds:
         """Tokenize a chat, up to the start of the model's turn.
 
         Args:
@@ -480,8 +468,9 @@ class AgentLoopBase(ABC):
         prompt_images = chat.sample.images
         has_new_videos = media.get("videos") and (remove_system_prompt or prompt_images is None)
         if media.get("audios") or has_new_videos:
-            got = "videos or audios"
-            raise RolloutError("apply_chat_template", got=got, expected="text and images")
+            raise RolloutError(
+                "apply_chat_template", got="videos or audios", expected="text and images"
+            )
         images = list(media.get("images") or ())
         encoder = chat.encoder
         # The loop may have changed the arguments of the template, which the run's encoder has.
@@ -496,17 +485,17 @@ class AgentLoopBase(ABC):
 
         complete_messages = []
         for message in messages:
-            if message["role"] == "tool":
-                # Templates may require both in the response of a tool.
-                message = {"name": "unknown", "tool_call_id": "call00000", **message}
-            complete_messages.append(dict(message))
+            # Templates may require both in the response of a tool.
+            is_response = message["role"] == "tool"
+            defaults = {"name": "unknown", "tool_call_id": "call00000"} if is_response else {}
+            complete_messages.append({**defaults, **message})
         escaped_messages, inline_images = encoder.escape_messages(complete_messages)
         ids = encoder.encode_turn(escaped_messages, server.token_ids)
         images = images or [image for image in inline_images if image is not None]
         return chat.expand_images(server.last, ids, images, server.token_ids) if images else ids
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput:
         """Lead a conversation.
 
         Args:
@@ -521,7 +510,7 @@ class AgentLoopBase(ABC):
 class SingleTurnAgentLoop(AgentLoopBase):
     """Agent loop with a single response to the prompt."""
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput:
         messages = list(kwargs["raw_prompt"])
         ids = await self.apply_chat_template(messages, **await self.process_vision_info(messages))
         output = await self.server_manager.complete(
@@ -581,7 +570,7 @@ class ToolParser:
         return parser
 
     @classmethod
-    def register(cls, name: str) -> Callable[[ParserClass], ParserClass]:
+    def register(cls, name: str) -> Callable[[type[Any]], type[Any]]:
         """Class decorator that registers a parser.
 
         It also replaces the loop `tool_agent` by verl's, because Quadriga's passes text to parsers,
@@ -591,7 +580,7 @@ class ToolParser:
             name: name of the format.
         """
 
-        def decorate(subclass: ParserClass) -> ParserClass:
+        def decorate(subclass: type[Any]) -> type[Any]:
             cls._registry[name] = subclass
             REGISTRY["tool_agent"] = ToolAgentLoop.quadriga_form
             return subclass
@@ -599,7 +588,7 @@ class ToolParser:
         return decorate
 
     async def extract_tool_calls(
-        self, responses_ids: list[int], tools: Any = None, with_unreadable: bool = False
+        self, responses_ids: TokenIds, tools: Any = None, with_unreadable: bool = False
     ) -> tuple[str, list[FunctionCall]]:
         """Find the tool calls in a response.
 
@@ -621,10 +610,9 @@ class ToolParser:
         for call in PARSERS[self.form](text, parameters):
             if with_unreadable or not call.problem:
                 arguments = json.dumps(call.arguments, ensure_ascii=False)
-                function_call = FunctionCall(
-                    name=call.name, arguments=arguments, problem=call.problem
+                calls.append(
+                    FunctionCall(name=call.name, arguments=arguments, problem=call.problem)
                 )
-                calls.append(function_call)
         return _CALLS.sub("", text), calls
 
 
@@ -653,7 +641,7 @@ class AgentData:
     def __init__(
         self,
         *,
-        messages: list[dict[str, Any]],
+        messages: list[JsonObject],
         request_id: str,
         tools_kwargs: Any = None,
         **attributes: Any,
@@ -662,13 +650,13 @@ class AgentData:
         self.request_id = request_id
         self.tools_kwargs = dict(tools_kwargs or {})
         self.interaction: Any = None
-        self.interaction_kwargs: dict[str, Any] = {}
+        self.interaction_kwargs: JsonObject = {}
         self.image_data = None
         self.video_data = None
-        self.metrics: dict[str, Any] = {}
-        self.extra_fields: dict[str, Any] = {}
-        self.prompt_ids: list[int] = []
-        self.response_ids: list[int] = []
+        self.metrics: JsonObject = {}
+        self.extra_fields: JsonObject = {}
+        self.prompt_ids: TokenIds = []
+        self.response_ids: TokenIds = []
         self.response_mask: list[int] = []
         self.response_logprobs: list[float] = []
         self.turn_scores: list[float] = []
@@ -704,7 +692,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.prompt_length = self.rollout_config.prompt_length
         self.response_length = self.rollout_config.response_length
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput:
         data = AgentData(
             messages=list(kwargs["raw_prompt"]),
             request_id=uuid4().hex,
@@ -731,10 +719,6 @@ class ToolAgentLoop(AgentLoopBase):
                         state = await self._handle_interacting_state(data)
                     case _:
                         break
-        return self._output(data)
-
-    def _output(self, data: AgentData) -> AgentLoopOutput:
-        """Make the result of `run`, cut to the length of responses."""
         # `prompt_ids` has grown by the tokens of the response.
         num_prompt_tokens = len(data.prompt_ids) - len(data.response_mask)
         response_ids = data.prompt_ids[num_prompt_tokens:]
@@ -753,7 +737,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     async def _handle_pending_state(
-        self, agent_data: AgentData, sampling_params: dict[str, Any]
+        self, agent_data: AgentData, sampling_params: JsonObject
     ) -> AgentState:
         """Render the prompt with the tools."""
         agent_data.prompt_ids = await self.apply_chat_template(
@@ -764,7 +748,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_generating_state(
         self,
         agent_data: AgentData,
-        sampling_params: dict[str, Any],
+        sampling_params: JsonObject,
         ignore_termination: bool = False,
     ) -> AgentState:
         """Generate a turn of the model, and read its tool calls."""
@@ -784,10 +768,15 @@ class ToolAgentLoop(AgentLoopBase):
         agent_data.prompt_ids += ids
         agent_data.response_mask += [1] * len(ids)
         agent_data.response_logprobs += output.log_probs
-        if output.stop_reason == "aborted" or self._has_reached_turn_limit(agent_data):
-            return AgentState.TERMINATED
+        # None or 0 is no limit.
+        limits = (
+            (self.max_assistant_turns, agent_data.assistant_turns),
+            (self.max_user_turns, agent_data.user_turns),
+        )
+        has_reached_limit = any(limit and count >= limit for limit, count in limits)
         is_full = len(agent_data.response_mask) >= self.response_length
-        if is_full and not ignore_termination:
+        is_over = output.stop_reason == "aborted" or has_reached_limit
+        if is_over or (is_full and not ignore_termination):
             return AgentState.TERMINATED
 
         # A user's parser may take the tokens alone.
@@ -800,22 +789,15 @@ class ToolAgentLoop(AgentLoopBase):
             return AgentState.PROCESSING_TOOLS
         return AgentState.TERMINATED if agent_data.interaction is None else AgentState.INTERACTING
 
-    def _has_reached_turn_limit(self, data: AgentData) -> bool:
-        """Whether a limit on turns is reached. None or 0 is no limit."""
-        limit = self.max_assistant_turns
-        if limit and data.assistant_turns >= limit:
-            return True
-        limit = self.max_user_turns
-        return bool(limit and data.user_turns >= limit)
-
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
         """Call the tools, and append their responses."""
         calls = agent_data.tool_calls[: self.max_parallel_calls]
         kwargs = agent_data.tools_kwargs
         with simple_timer("tool_calls", agent_data.metrics):
-            pending = [self._call_tool(call, kwargs, agent_data) for call in calls]
-            results = await asyncio.gather(*pending)
-        messages: list[dict[str, Any]] = []
+            results = await asyncio.gather(
+                *(self._call_tool(call, kwargs, agent_data) for call in calls)
+            )
+        messages = []
         for number, (call, (response, reward, _)) in enumerate(zip(calls, results, strict=True)):
             if reward is not None:
                 agent_data.tool_rewards.append(reward)
@@ -842,7 +824,7 @@ class ToolAgentLoop(AgentLoopBase):
         return await self._append_messages(agent_data, [{"role": "user", "content": reply.text}])
 
     async def _append_messages(
-        self, agent_data: AgentData, messages: list[dict[str, Any]]
+        self, agent_data: AgentData, messages: list[JsonObject]
     ) -> AgentState:
         """Append messages of tools or the user, unless they leave no room for a turn of the model.
 
@@ -869,7 +851,7 @@ class ToolAgentLoop(AgentLoopBase):
         tool_call: FunctionCall,
         tools_kwargs: Mapping[str, Any],
         agent_data: AgentData | None = None,
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    ) -> tuple[ToolResponse, float | None, JsonObject]:
         """Call a tool.
 
         Args:
@@ -882,28 +864,33 @@ class ToolAgentLoop(AgentLoopBase):
         """
         services = self.server_manager.services
         name = tool_call.name
+        spec = services.tools.get(name)
         # For an unknown tool, the response lists all tools.
-        specs = dict(services.tools)
+        specs = {name: spec} if spec else dict(services.tools)
         kwargs_by_tool = {}
         instance = None
-        is_known = name in services.tools
-        if is_known:
-            specs = {name: services.tools[name]}
-            row_kwargs = dict(tools_kwargs.get(name) or {})
+        if spec is not None:
+            row_kwargs = tools_kwargs.get(name) or {}
             kwargs = {key: value for key, value in row_kwargs.items() if value is not None}
-            tool = tool_of(specs[name])
+            tool = tool_of(spec)
             if tool is not None:
                 # The instance is made here, because its reward is read afterwards.
                 instance = ConversationTool(tool)
-                specs[name] = replace(specs[name], make=lambda: instance)
-                arguments = accepted_arguments(tool.execute, {"agent_data": agent_data})
-                kwargs["execute_kwargs"] = {**arguments, **(kwargs.get("execute_kwargs") or {})}
+                specs[name] = replace(spec, make=lambda: instance)
+                loop_kwargs = accepted_arguments(tool.execute, {"agent_data": agent_data})
+                kwargs["execute_kwargs"] = {**loop_kwargs, **(kwargs.get("execute_kwargs") or {})}
             kwargs_by_tool[name] = kwargs
 
-        call = _parse_call(tool_call)
+        arguments = {}
+        problem = tool_call.problem
+        try:
+            arguments = json.loads(tool_call.arguments)
+        except ValueError as error:
+            problem = f"the arguments are not JSON ({error}): {tool_call.arguments[:200]}"
+        call = ToolCall(name, arguments, problem)
         box = ToolBox(specs, kwargs_by_tool, services.config.multi_turn, services.thread)
         # No instance is made for a call that cannot be executed.
-        is_executed = is_known and not call.problem
+        is_executed = spec is not None and not call.problem
         reward = None
         async with box if is_executed else nullcontext():
             (response,) = await box.call_all([call])
@@ -912,13 +899,3 @@ class ToolAgentLoop(AgentLoopBase):
             elif is_executed:
                 reward = (await box.rewards()).get(name)
         return ToolResponse(text=response.text, image=list(response.images) or None), reward, {}
-
-
-def _parse_call(tool_call: FunctionCall) -> ToolCall:
-    """Parse the arguments of a call. If they are not JSON, the result says so in `problem`."""
-    try:
-        arguments = json.loads(tool_call.arguments)
-    except ValueError as error:
-        problem = f"the arguments are not JSON ({error}): {tool_call.arguments[:200]}"
-        return ToolCall(tool_call.name, problem=problem)
-    return ToolCall(tool_call.name, arguments, tool_call.problem)

@@ -86,14 +86,23 @@ class RayPPOTrainer:
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, Config):
-            got = type(self.config).__name__
-            expected = "a configuration of this package"
-            fix = "Load it with quadriga.config.load_config; `quadriga config translate` makes its file of verl's line."
-            raise ConfigError("RayPPOTrainer", got=got, expected=expected, fix=fix)
+            raise ConfigError(
+                "RayPPOTrainer",
+                got=type(self.config).__name__,
+                expected="a configuration of this package",
+                fix="Load it with quadriga.config.load_config; `quadriga config translate` makes its "
+                "file of verl's line.",
+            )
         needs = Needs.of(self.config)
         trainer_config = type(self.config.trainer)(**self._trainer_settings(self.config, needs))
         self._config = self.config.model_copy(update={"trainer": trainer_config})
-        _report_findings(self._config)
+        problems, notices = training_findings(self._config)
+        if len(problems) > 1:
+            raise ConfigError("\n  ".join(["RayPPOTrainer", *map(str, problems)]))
+        if problems:
+            raise problems[0]
+        for notice in notices:
+            print(notice)
         worker_classes = {}
         for role, cls in (self.role_worker_mapping or {}).items():
             decorated = getattr(cls, "__ray_metadata__", None)
@@ -185,8 +194,9 @@ class RayPPOTrainer:
             ConfigError: `init_workers` was not called.
         """
         if self._steps is None:
-            expected = "init_workers() before it"
-            raise ConfigError("RayPPOTrainer.fit", got="no workers", expected=expected)
+            raise ConfigError(
+                "RayPPOTrainer.fit", got="no workers", expected="init_workers() before it"
+            )
         for step in self._steps:
             self._copy_attributes(step.loop)
 
@@ -289,17 +299,6 @@ class RayPPOTrainer:
             part.meta_info["global_steps"] = self.global_steps
             part.meta_info["total_training_steps"] = self.total_training_steps
         return prompts
-
-
-def _report_findings(config: Config) -> None:
-    """Print the notices about a training run, or raise its problems as one ConfigError."""
-    problems, notices = training_findings(config)
-    if len(problems) > 1:
-        raise ConfigError("\n  ".join(["RayPPOTrainer", *map(str, problems)]))
-    if problems:
-        raise problems[0]
-    for notice in notices:
-        print(notice)
 
 
 def _manager_factory(reward_fn: Any) -> Callable[[], RewardManager] | None:

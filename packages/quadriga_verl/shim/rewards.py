@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from omegaconf import OmegaConf
@@ -36,6 +36,8 @@ from quadriga.user_file import accepted_arguments
 from quadriga_verl.shim.scores import default_compute_score
 
 RawRewardFn = Callable[..., Any]
+Columns: TypeAlias = dict[str, Any]
+"""Values by the name of their column."""
 
 
 # ---- adapters -----------------------------------------------------------------------------------
@@ -66,7 +68,7 @@ class _ManagerAdapter(RewardManager):
         arguments["reward_fn_key"] = config.data.reward_fn_key
         self.manager = self.manager_class(**accepted_arguments(self.manager_class, arguments))
 
-    async def _make_manager(self, arguments: dict[str, Any]) -> Any:
+    async def _make_manager(self, arguments: Columns) -> Any:
         """Make the manager inside the event loop, which its constructor stores.
 
         It gets the arguments it has parameters for.
@@ -84,14 +86,13 @@ class _ManagerAdapter(RewardManager):
         outcomes = [read_outcome(row) for row in rows]
         for outcome in outcomes:
             if outcome.error:
-                expected = "a number for each response"
-                raise RewardError(name, got=outcome.error, expected=expected)
+                raise RewardError(name, got=outcome.error, expected="a number for each response")
         lengths = data.batch["attention_mask"][:, -num_positions:].long().sum(-1)
         output = collect(Samples([], lengths, num_positions, []), outcomes, 0.0)
         # Managers of batches return a reward for each token, not only for the last one.
         return output if rewards is None else replace(output, scores=rewards.float())
 
-    async def _run_all(self, data: DataProto) -> list[dict[str, Any]]:
+    async def _run_all(self, data: DataProto) -> list[Columns]:
         """Grade the responses by `run_single`, all at the same time.
 
         Returns:
@@ -105,7 +106,7 @@ class _ManagerAdapter(RewardManager):
             rows.append({**columns, "score": result["reward_score"]})
         return rows
 
-    def _run_batch(self, data: DataProto) -> tuple[Tensor, list[dict[str, Any]]]:
+    def _run_batch(self, data: DataProto) -> tuple[Tensor, list[Columns]]:
         """Grade the responses together.
 
         Returns:
@@ -116,12 +117,18 @@ class _ManagerAdapter(RewardManager):
         """
         result = self.manager(data, **accepted_arguments(self.manager, {"return_dict": True}))
         rewards = result
-        columns: dict[str, Any] = {}
+        columns = {}
         if isinstance(result, Mapping):
             rewards = result["reward_tensor"]
             columns = dict(result.get("reward_extra_info") or {})
         name = self.manager_class.__name__
-        _check_rewards(rewards, data.batch["responses"].shape, name)
+        shape = data.batch["responses"].shape
+        got = type(rewards).__name__
+        if isinstance(rewards, Tensor):
+            got = f"rewards of shape {list(rewards.shape)}"
+        is_tensor = isinstance(rewards, Tensor) and rewards.shape == shape
+        if not is_tensor or not rewards.isfinite().all():
+            raise RewardError(name, got=got, expected=f"a tensor of finite numbers, {list(shape)}")
         for key, values in columns.items():
             if len(values) != len(data):
                 where = f"{name}, reward_extra_info {key!r}"
@@ -136,16 +143,6 @@ class _ManagerAdapter(RewardManager):
     def close(self) -> None:
         if self._thread is not None:
             self._thread.close()
-
-
-def _check_rewards(rewards: Any, shape: torch.Size, name: str) -> None:
-    """Raise a RewardError if rewards are not a tensor of finite numbers of a shape."""
-    got = type(rewards).__name__
-    if isinstance(rewards, Tensor):
-        if rewards.shape == shape and rewards.isfinite().all():
-            return
-        got = f"rewards of shape {list(rewards.shape)}"
-    raise RewardError(name, got=got, expected=f"a tensor of finite numbers, {list(shape)}")
 
 
 class ExistingManager(_ManagerAdapter):
@@ -202,7 +199,7 @@ class AbstractRewardManager(_AutoAdapted, ABC):
     """Base class of verl's managers of whole batches."""
 
     @abstractmethod
-    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | Columns:
         """Grade a batch.
 
         Args:
@@ -241,7 +238,7 @@ class NaiveRewardManager(AbstractRewardManager):
         self.reward_fn_key = reward_fn_key
         self.compute_score = compute_score or default_compute_score
 
-    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | Columns:
         samples = read_samples(data, self.tokenizer, self.reward_fn_key)
         lengths = samples.lengths.tolist()
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
@@ -254,7 +251,7 @@ class NaiveRewardManager(AbstractRewardManager):
             rewards[row, max(length, 1) - 1] = score
         return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
 
-    def response_reward(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
+    def response_reward(self, graded: Any, length: int) -> tuple[float, Columns]:
         """Reward of a response, and its further columns.
 
         Args:
@@ -286,7 +283,7 @@ class DAPORewardManager(NaiveRewardManager):
         self.max_resp_len = max_resp_len
         self.overlong_buffer_cfg = overlong_buffer_cfg
 
-    def response_reward(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
+    def response_reward(self, graded: Any, length: int) -> tuple[float, Columns]:
         score, details = super().response_reward(graded, length)
         buffer = self.overlong_buffer_cfg or {}
         penalty, penalty_columns = overlong_penalty(length, self.max_resp_len, buffer)
@@ -326,7 +323,7 @@ class RewardManagerBase(_AutoAdapted, ABC):
         cls._class_initialized = True
 
     @abstractmethod
-    async def run_single(self, data: DataProto) -> dict[str, Any]:
+    async def run_single(self, data: DataProto) -> Columns:
         """Grade a batch of one response.
 
         Returns:
@@ -337,7 +334,7 @@ class RewardManagerBase(_AutoAdapted, ABC):
 class SingleRewardManager(RewardManagerBase):
     """verl's manager `naive` for single responses. A `compute_score` that is not async runs in a thread."""
 
-    async def run_single(self, data: DataProto) -> dict[str, Any]:
+    async def run_single(self, data: DataProto) -> Columns:
         (sample,) = read_samples(data, self.tokenizer, self.config.data.reward_fn_key).rows
         arguments = {name: sample[name] for name in ITEM_ARGUMENTS}
         if self.is_async_reward_score:
@@ -351,7 +348,7 @@ class SingleRewardManager(RewardManagerBase):
 class SingleDAPORewardManager(SingleRewardManager):
     """verl's manager `dapo` for single responses: `naive` with the penalty for long responses."""
 
-    async def run_single(self, data: DataProto) -> dict[str, Any]:
+    async def run_single(self, data: DataProto) -> Columns:
         result = await super().run_single(data)
         kwargs = self.config.reward_model.reward_kwargs
         num_positions = data.batch["responses"].shape[1]

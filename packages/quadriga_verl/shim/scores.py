@@ -48,7 +48,7 @@ def default_compute_score(
         name = grader_name(data_source)
     except RewardError as error:
         raise NotImplementedError(str(error)) from error
-    options: dict[str, Any] = {}
+    options = {}
     if name == "code":
         if sandbox_fusion_url:
             options["sandbox_url"] = sandbox_fusion_url

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.http_client import HTTPClient
@@ -27,11 +27,13 @@ from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, WithImages, class_
 from quadriga.user_file import accepted_arguments
 from quadriga_verl.shim import scores
 
+JsonObject: TypeAlias = dict[str, Any]
+"""An object of JSON: a message, the settings of a tool, or the arguments of a call."""
 # ---- schemas ------------------------------------------------------------------------------------
 
 
 class OpenModel(BaseModel):
-    """Base class of pydantic models that accept further fields."""
+    """Base class of pydantic models that accept further fields. Each object gets a copy of defaults."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -48,8 +50,8 @@ class OpenAIFunctionParametersSchema(OpenModel):
     """Schema of the arguments of a tool."""
 
     type: str = "object"
-    properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
-    required: list[str] = Field(default_factory=list)
+    properties: dict[str, OpenAIFunctionPropertySchema] = {}
+    required: list[str] = []
 
 
 class OpenAIFunctionSchema(OpenModel):
@@ -57,9 +59,7 @@ class OpenAIFunctionSchema(OpenModel):
 
     name: str
     description: str
-    parameters: OpenAIFunctionParametersSchema = Field(
-        default_factory=OpenAIFunctionParametersSchema
-    )
+    parameters: OpenAIFunctionParametersSchema = OpenAIFunctionParametersSchema()
     strict: bool = False
 
 
@@ -101,14 +101,17 @@ class BaseTool(Tool):
     """
 
     def __init__(
-        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+        self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         self.config = config
         schema = tool_schema if tool_schema is not None else self.get_openai_tool_schema()
         if schema is None:
-            expected = "what the model reads"
-            fix = "Give it a tool_schema in the YAML file, or write get_openai_tool_schema."
-            raise ConfigError(type(self).__name__, got="no schema", expected=expected, fix=fix)
+            raise ConfigError(
+                type(self).__name__,
+                got="no schema",
+                expected="what the model reads",
+                fix="Give it a tool_schema in the YAML file, or write get_openai_tool_schema.",
+            )
         self.tool_schema = schema
         self.name = schema.function.name
 
@@ -120,7 +123,7 @@ class BaseTool(Tool):
         """Create an instance, and return its id and its first response."""
         return instance_id or str(uuid4()), ToolResponse()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Any) -> Any:
         """Execute a call, and return the response, the reward of the call and metrics."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
@@ -133,17 +136,19 @@ class BaseTool(Tool):
 
     @classmethod
     def tool_spec(
-        cls, config: Mapping[str, Any], schema: dict[str, Any] | None, where: str
+        cls, config: Mapping[str, Any], schema: JsonObject | None, where: str
     ) -> ToolSpec:
         # `type` is a setting of verl's loader, not of the tool.
         settings = {name: value for name, value in config.items() if name != "type"}
         if config.get("type") == "mcp":
-            fix = "List MCP servers under `mcp_servers` of the file of tools."
-            raise ConfigError(where, got="config.type='mcp'", expected="native", fix=fix)
-        tool_schema = None
-        if schema is not None:
-            tool_schema = OpenAIFunctionToolSchema.model_validate(schema)
-        tool = cls(settings, tool_schema)
+            raise ConfigError(
+                where,
+                got="config.type='mcp'",
+                expected="native",
+                fix="List MCP servers under `mcp_servers` of the file of tools.",
+            )
+        make_schema = OpenAIFunctionToolSchema.model_validate
+        tool = cls(settings, None if schema is None else make_schema(schema))
         # The model reads only what the author of the tool has written, no defaults of the classes.
         described = tool.tool_schema.model_dump(exclude_none=True, exclude_unset=True)
         no_parameters = {"type": "object", "properties": {}, "required": []}
@@ -180,14 +185,9 @@ class ConversationTool(Tool):
         # `kwargs` are arguments of the model, those of the row, and `agent_data` of the loop. A
         # schema without arguments accepts any, so that all but `agent_data` count as the model's.
         schema_names = self.tool.tool_schema.function.parameters.properties
-        model_arguments = {}
-        other_arguments = {}
-        for name, value in kwargs.items():
-            if name in schema_names or (not schema_names and name != "agent_data"):
-                model_arguments[name] = value
-            else:
-                other_arguments[name] = value
-        call = self.tool.execute(self.instance_id, model_arguments, **other_arguments)
+        names = set(schema_names or kwargs.keys() - {"agent_data"})
+        model_arguments = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
+        call = self.tool.execute(self.instance_id, model_arguments, **kwargs)
         result = await _await_result(call)
 
         # A tool returns its response, perhaps with the reward of the call and metrics.
@@ -199,8 +199,7 @@ class ConversationTool(Tool):
         response = ToolResponse.model_validate(response)
         if response.video:
             where = f"tool {self.tool.name}"
-            got = "a response with a video"
-            raise RolloutError(where, got=got, expected="text and images")
+            raise RolloutError(where, got="a response with a video", expected="text and images")
         text = response.text or ""
         return WithImages(response.image, text) if response.image else text
 
@@ -230,10 +229,10 @@ class Gsm8kTool(BaseTool):
     """Tool that grades answers to GSM8K. A call whose answer is no better than before costs 0.05."""
 
     def __init__(
-        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+        self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        self._states: dict[str, dict[str, Any]] = {}
+        self._states: dict[str, JsonObject] = {}
 
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
@@ -243,7 +242,7 @@ class Gsm8kTool(BaseTool):
         self._states[instance_id] = {"answer": "", "ground_truth": truth, "best": 0.0}
         return instance_id, ToolResponse()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Any) -> Any:
         state = self._states[instance_id]
         answer = str(parameters.get("answer", ""))
         state["answer"] = f"#### {answer.removeprefix('#### ')}"
@@ -288,7 +287,7 @@ class SandboxFusionTool(BaseTool):
     """
 
     def __init__(
-        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+        self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
         self.default_timeout = config.get("default_timeout", 30)
@@ -297,7 +296,7 @@ class SandboxFusionTool(BaseTool):
         self.memory_limit_mb = config.get("memory_limit_mb", 1024)
         self.execution_pool = _ThreadPool(config, 10)
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Any) -> Any:
         text = await self.execution_pool.execute.remote(
             self.execute_code,
             instance_id,
@@ -332,8 +331,9 @@ class SandboxFusionTool(BaseTool):
         elif language == "python":
             runs = list(run_cases(code, cases, limits, total_s=timeout + 1))
         else:
-            got = f"language {language!r}"
-            raise RolloutError(f"tool {self.name}", got=got, expected="python, or a server")
+            raise RolloutError(
+                f"tool {self.name}", got=f"language {language!r}", expected="python, or a server"
+            )
         output = "".join(run.stdout + run.stderr for run in runs)
         status = runs[0].status if runs else "time"
         if status in ("ok", "error"):
@@ -345,7 +345,7 @@ class SearchTool(BaseTool):
     """Tool that searches `topk` documents for each of `query_list` by a retrieval server."""
 
     def __init__(
-        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+        self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
         self.retrieval_service_url = config.get("retrieval_service_url") or ""
@@ -355,7 +355,7 @@ class SearchTool(BaseTool):
         setting = f"tool {self.name}, config.retrieval_service_url"
         self._server = HTTPClient(self.retrieval_service_url, RolloutError, setting=setting)
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Any) -> Any:
         queries = parameters.get("query_list")
         if not isinstance(queries, list) or not queries:
             error = {"result": "Error: query_list must be a list of queries."}
@@ -377,7 +377,7 @@ class SearchTool(BaseTool):
         retrieval_service_url: str,
         topk: int,
         timeout: float,
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[str, JsonObject]:
         """Search documents.
 
         Args:
@@ -394,11 +394,11 @@ class SearchTool(BaseTool):
         results = self._server.call_until(body, timeout_s=timeout).get("result") or []
         parts = []
         for documents in results:
-            texts = []
+            part = ""
             for number, document in enumerate(documents, start=1):
                 title, _, text = str(document["document"]["contents"]).partition("\n")
-                texts.append(f"Doc {number} (Title: {title})\n{text}")
-            parts.append("\n\n".join(texts).strip())
+                part += f"Doc {number} (Title: {title})\n{text}\n\n"
+            parts.append(part.strip())
         result = "\n---\n".join(parts) or "No search results found."
         metrics = {"query_count": len(query_list), "total_results": sum(map(len, results))}
         return json.dumps({"result": result}, ensure_ascii=False), metrics
@@ -410,7 +410,7 @@ class SearchTool(BaseTool):
 class BaseInteraction(Interaction):
     """Base class of verl's user simulators. All conversations share one object."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         self.config = config
         self.name = config.get("name", "interaction_agent")
 
@@ -419,7 +419,7 @@ class BaseInteraction(Interaction):
         return instance_id or str(uuid4())
 
     async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, instance_id: str, messages: list[JsonObject], **kwargs: Any
     ) -> Any:  # pyrefly: ignore
         """Reply to the model.
 
@@ -452,14 +452,14 @@ class _ConversationSimulator(Interaction):
     def __init__(self, shared: BaseInteraction) -> None:
         self.shared = shared
         self.instance_id = str(uuid4())
-        self.kwargs: dict[str, Any] = {}
+        self.kwargs: JsonObject = {}
 
     async def start_interaction(self, **kwargs: Any) -> None:
         self.kwargs = {"name": self.shared.name, **kwargs}
         instance_id = await self._call(self.shared.start_interaction, self.kwargs)
         self.instance_id = instance_id or self.instance_id
 
-    async def generate_response(self, messages: list[dict[str, Any]]) -> Reply:
+    async def generate_response(self, messages: list[JsonObject]) -> Reply:
         arguments = {"messages": messages, **self.kwargs}
         is_over, text, score, *_ = await self._call(self.shared.generate_response, arguments)
         return Reply(text or "", score, bool(is_over))
@@ -476,9 +476,9 @@ class _ConversationSimulator(Interaction):
 class Gsm8kInteraction(BaseInteraction):
     """User simulator that says whether the last answer to GSM8K is right, and ends if it is."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
-        self._truths: dict[str, Any] = {}
+        self._truths: JsonObject = {}
 
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
@@ -488,15 +488,14 @@ class Gsm8kInteraction(BaseInteraction):
         return instance_id
 
     async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, instance_id: str, messages: list[JsonObject], **kwargs: Any
     ) -> Any:  # pyrefly: ignore
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         answer = answers[-1] if answers else ""
         score = scores.gsm8k_compute_score(answer, self._truths[instance_id])
-        reply = "That is not right. Think about it and answer again."
         if score == 1.0:
-            reply = "That is right."
-        return score == 1.0, reply, score, {}
+            return True, "That is right.", score, {}
+        return False, "That is not right. Think about it and answer again.", score, {}
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         self._truths.pop(instance_id or "", None)

@@ -7,7 +7,7 @@ Shapes: B sequences, T response positions.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ from quadriga.rewards import RewardManager
 from quadriga.single_controller.dispatch import collect_rows, split_rows
 from quadriga.trainer.metrics import data_metrics, performance_metrics
 from quadriga.user_file import accepted_arguments, import_file
-from quadriga_verl.shim.algorithms import get_adv_estimator_fn
+from quadriga_verl.shim.algorithms import VARIADIC, get_adv_estimator_fn
 from quadriga_verl.shim.loop_view import RESPONSE_COLUMNS
 
 dispatch_dp_compute_data_proto = partial(split_rows, "")
 collect_dp_compute_data_proto = partial(collect_rows, "")
-_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+Metrics: TypeAlias = dict[str, float]
 
 
 # ---- masks --------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tens
     Returns:
         Rewards [B, T], and further columns by name.
     """
-    extra: Mapping[str, Any] = {}
+    extra = {}
     if isinstance(reward_fn, RewardManager):
         outcomes = data.non_tensor_batch.pop("reward_outcome", None)
         output = reward_fn.begin(data, outcomes).result()
@@ -132,7 +132,7 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tens
 
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl"
-) -> tuple[DataProto, dict[str, float]]:
+) -> tuple[DataProto, Metrics]:
     """Add `token_level_rewards` [B, T] to a batch: scores minus the KL penalty of each token.
 
     Args:
@@ -162,6 +162,9 @@ def compute_advantage(
 
     Returns:
         The batch.
+
+    Raises:
+        ProtocolError: the batch lacks a column that the estimator reads.
     """
     if "response_mask" not in data.batch.keys():
         data.batch["response_mask"] = compute_response_mask(data)
@@ -170,17 +173,8 @@ def compute_advantage(
     offered["index"] = data.non_tensor_batch.get("uid")
     offered |= options
     offered["config"] = config
-    _require_columns(estimator, offered)
-    advantages, returns = estimator(**accepted_arguments(estimator, offered))
-    data.batch["advantages"] = advantages
-    data.batch["returns"] = returns
-    return data
-
-
-def _require_columns(estimator: Callable[..., Any], offered: Mapping[str, Any]) -> None:
-    """Raise a ProtocolError if a batch lacks a column that the estimator reads."""
     for name, parameter in signature(estimator).parameters.items():
-        is_optional = parameter.default is not Parameter.empty or parameter.kind in _VARIADIC
+        is_optional = parameter.default is not Parameter.empty or parameter.kind in VARIADIC
         if not is_optional and offered.get(name) is None:
             raise ProtocolError(
                 "compute_advantage",
@@ -188,12 +182,16 @@ def _require_columns(estimator: Callable[..., Any], offered: Mapping[str, Any]) 
                 expected="the columns that the estimator reads",
                 fix=did_you_mean(name, list(offered)),
             )
+    advantages, returns = estimator(**accepted_arguments(estimator, offered))
+    data.batch["advantages"] = advantages
+    data.batch["returns"] = returns
+    return data
 
 
 # ---- metrics ------------------------------------------------------------------------------------
 
 
-def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> Metrics:
     """Metrics of rewards, advantages, returns and lengths, and of values if `use_critic`."""
     metrics = data_metrics(batch)
     if use_critic:
@@ -202,7 +200,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     return {name: value for name, value in metrics.items() if not name.startswith(value_names)}
 
 
-def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
+def calculate_debug_metrics(data: DataProto) -> Metrics:
     """Compare the probabilities of response tokens in rollout and training.
 
     Returns:
@@ -228,20 +226,18 @@ def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
     }
 
 
-def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> Metrics:
     """Seconds of each phase, and milliseconds per token of the phases that work on tokens."""
-    timings = {}
     # `performance_metrics` needs the time of a whole step, which this function's result has only if
     # the caller gave it.
-    for name, value in performance_metrics(batch, {"step": 1.0, **timing_raw}, {}).items():
-        if name.startswith("timing") and name.split("/")[1] in timing_raw:
-            timings[name] = value
-    return timings
+    metrics = performance_metrics(batch, {"step": 1.0, **timing_raw}, {})
+    names = [name for name in metrics if name.startswith("timing")]
+    return {name: metrics[name] for name in names if name.split("/")[1] in timing_raw}
 
 
 def compute_throughout_metrics(
     batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
-) -> dict[str, float]:
+) -> Metrics:
     """Tokens of a batch, seconds of its step, and tokens per second and device.
 
     Args:
@@ -263,7 +259,7 @@ def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> N
         data.setdefault(name, []).append(value)
 
 
-def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+def reduce_metrics(metrics: Mapping[str, Any]) -> Metrics:
     """Reduce lists of values to numbers.
 
     A `Metric` has its own way to be combined. Numbers are reduced to their maximum or minimum if
@@ -277,11 +273,12 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
             continue
         numbers = torch.as_tensor(values, dtype=torch.float64)
         if "max" in name:
-            reduced[name] = float(numbers.max())
+            number = numbers.max()
         elif "min" in name:
-            reduced[name] = float(numbers.min())
+            number = numbers.min()
         else:
-            reduced[name] = float(numbers.mean())
+            number = numbers.mean()
+        reduced[name] = float(number)
     return reduced
 
 

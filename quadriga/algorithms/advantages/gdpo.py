@@ -114,6 +114,9 @@ def _read_reward(key: str, reward_extra: Sequence[Mapping[str, Any]], like: Tens
     rewards = torch.tensor(values, dtype=like.dtype, device=like.device)
     num_bad = int((~torch.isfinite(rewards)).sum())
     if num_bad:
-        got = f"{key!r}, which is not finite for {num_bad} responses"
-        raise ConfigError(_KEYS, got=got, expected="finite numbers")
+        raise ConfigError(
+            _KEYS,
+            got=f"{key!r}, which is not finite for {num_bad} responses",
+            expected="finite numbers",
+        )
     return rewards

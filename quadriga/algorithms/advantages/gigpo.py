@@ -59,7 +59,7 @@ def gigpo(
         Advantages and returns, [B, T] each: the advantage of a turn on each of its tokens.
     """
     names = list(uid)
-    spans_of_row = [list(spans) for spans in turn_spans]
+    spans_of_row = list(turn_spans)
     scores = token_level_rewards.sum(-1)  # [B]
     groups = Groups.of(names, scores, rollout_id)
     response_advantage = groups.centered(scores)  # [B]
@@ -68,8 +68,8 @@ def gigpo(
     advantages = spread(response_advantage, response_mask)
 
     # All turns of the batch, with the group and the state that they are compared within.
-    turns: list[tuple[int, int, int]] = []
-    states_of_turns: list[Hashable] = []
+    turns = []
+    states_of_turns = []
     for row, states in enumerate(turn_states):
         for (start, end), state in zip(spans_of_row[row], states, strict=True):
             turns.append((row, start, end))
@@ -104,15 +104,15 @@ def turn_returns(
     Returns:
         Rewards to go of the turns of all rows, row after row, [S].
     """
-    returns: list[Tensor] = []
+    returns = []
     for rewards, spans in zip(token_level_rewards, turn_spans, strict=True):
         # From the last turn to the first: the reward of a turn ends where the next one starts.
         end = len(rewards)
         turn_return = rewards.new_zeros(())
-        returns_of_row: list[Tensor] = []
+        returns_of_row = []
         for start, _ in reversed(spans):
             turn_return = rewards[start:end].sum() + gamma * turn_return
-            returns_of_row.insert(0, turn_return)
+            returns_of_row.append(turn_return)
             end = start
-        returns += returns_of_row
+        returns += reversed(returns_of_row)
     return torch.stack(returns)

@@ -58,8 +58,8 @@ def hierarchical_grpo(
     # Agents without a role are named by numbers, which a configuration reads as such.
     names_within_rollout = {str(name) for name in episode_agents}
     # Every row of an agent that is compared within a rollout is an attempt of its own.
-    peers: list[Hashable] = []
-    attempts: list[Hashable] = []
+    peers = []
+    attempts = []
     for row, (group, name) in enumerate(zip(uid, agent, strict=True)):
         is_within_rollout = name in names_within_rollout
         peers.append((name, rollouts[row] if is_within_rollout else None, group))

@@ -60,7 +60,7 @@ def rae(
     scores = token_level_rewards.sum(-1)  # [B]
     rollouts = list(range(len(scores)) if rollout_id is None else rollout_id)
     roles = list(zip(data_source, agent, strict=True))
-    rows_of_score: dict[Hashable, list[int]] = {}
+    rows_of_score = {}
     for row in row_index.argsort().tolist():
         rows_of_score.setdefault((rollouts[row], roles[row]), []).append(row)
 

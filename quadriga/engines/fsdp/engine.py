@@ -148,11 +148,6 @@ class FSDPEngine:
         return self.processes.world
 
     @property
-    def has_replicated_weights(self) -> bool:
-        """Whether `model` has full weights on this rank, so the rollout can compute with it."""
-        return self.processes.layout.is_whole
-
-    @property
     def stage(self) -> Any:
         """The schedule of the pipeline stage that computes on this rank, if there is one."""
         return self.parameters.stage
@@ -169,12 +164,12 @@ class FSDPEngine:
 
     def _arrange_parameters(self, read: ReadWeight | None) -> "ReplicatedWeights | PartialWeights":
         """Replicate or shard the parameters."""
-        if self.has_replicated_weights:
-            steps_on_host = self.memory.offload_weights and self.device.type == "cuda"
-            return ReplicatedWeights(
-                self.scorer, self.model, self.dtype, self.replicas, steps_on_host=steps_on_host
-            )
-        return shard(self.scorer, read, self.dtype, self.processes, self.memory)
+        if not self.processes.layout.is_whole:
+            return shard(self.scorer, read, self.dtype, self.processes, self.memory)
+        steps_on_host = self.memory.offload_weights and self.device.type == "cuda"
+        return ReplicatedWeights(
+            self.scorer, self.model, self.dtype, self.replicas, steps_on_host=steps_on_host
+        )
 
     @torch.no_grad()
     def forward(self, batches: Sequence[PackedBatch], question: ScoreQuestion) -> list[Outputs]:
@@ -193,12 +188,11 @@ class FSDPEngine:
         # Ranks that share weights gather them together, once for each micro-batch.
         if isinstance(self.parameters, PartialWeights):
             work = self._equalize_work(work)
-        outputs: list[Outputs] = []
-        stage = self.parameters.stage
-        if stage is None:
+        outputs = []
+        if self.stage is None:
             outputs = [self.scorer(batch, question) for batch, _ in work]
         elif work:
-            outputs = stage.run([(batch, None) for batch, _ in work], question)
+            outputs = self.stage.run([(batch, None) for batch, _ in work], question)
         if isinstance(self.parameters.root, FSDPModule):
             # Free the gathered weights, as a backward pass would.
             self.parameters.root.reshard()
@@ -230,11 +224,10 @@ class FSDPEngine:
 
         # Hugging Face models checkpoint layers in training mode only.
         self.model.train(self.memory.gradient_checkpointing)
-        stage = self.parameters.stage
         with self.activations or nullcontext():
-            if stage is not None and work:
-                stage.run(work, question, is_training=True)
-            elif stage is None:
+            if self.stage is not None and work:
+                self.stage.run(work, question, is_training=True)
+            elif self.stage is None:
                 for batch, loss in work:
                     loss(self.scorer(batch, question)).backward()
                     if self.device.type == "cpu" and batch.num_tokens >= _LONG_TOKENS:
@@ -273,11 +266,9 @@ class FSDPEngine:
         """Device memory of the optimizer's moments, which the first step will allocate."""
         if self.training is None or "optimizer" in self.host_memory:
             return 0
-        num_bytes = 0
-        for master in self.optimizer.masters:
-            if master.device.type == self.device.type:
-                num_bytes += len(MOMENTS) * master.nbytes
-        return num_bytes
+        masters = self.optimizer.masters
+        on_device = [master for master in masters if master.device.type == self.device.type]
+        return len(MOMENTS) * sum(master.nbytes for master in on_device)
 
     def optimizer_step(self, lr: float) -> OptimizerStep:
         """Sum the gradients over all replicas, clip and apply them. Skip one that is not finite.
@@ -352,7 +343,7 @@ class FSDPEngine:
         weights = self.parameters
         trained = set(weights.trained)
         has_adapter = adapter_of(self.model) is not None
-        state: dict[str, torch.Tensor] = {}
+        state = {}
         for name, master in weights.masters.items():
             full_name = weights.names[name]
             is_trained = name in trained
@@ -417,43 +408,32 @@ class FSDPEngine:
         self.offloaded.frees_gradients = frees_gradients
         self.offloaded.is_changed = True
 
-        offloadable: dict[str, list[torch.Tensor]] = {}
+        offloadable = {}
         for kind, tensors_of_kind in tensors.items():
-            if kind not in kinds:
-                continue
             # With `offload_weights`, some are on the host already.
             on_device = [
                 tensor for tensor in tensors_of_kind if tensor.device.type == self.device.type
             ]
-            if on_device:
+            if kind in kinds and on_device:
                 offloadable[kind] = on_device
 
         if self.device.type == "cuda" and kinds:
-            description = f"{' and '.join(kinds)} of the {self.name}"
-            require_host_memory(self.world, chain(*offloadable.values()), description)
-        for kind, tensors_of_kind in offloadable.items():
-            copies = self.offloaded.add(kind, tensors_of_kind, folder)
-            if copies:
-                self._use_copies(kind, tensors_of_kind, copies)
+            require_host_memory(
+                self.world,
+                chain(*offloadable.values()),
+                f"{' and '.join(kinds)} of the {self.name}",
+            )
+        for kind, on_device in offloadable.items():
+            # On a CPU, copies take the place of the tensors.
+            copies = self.offloaded.add(kind, on_device, folder)
+            if copies and isinstance(self.parameters, ShardedWeights) and kind == "weights":
+                # FSDP holds these as DTensors, which must be replaced themselves.
+                self.parameters.replace_memory(copies)
+                continue
+            for tensor, copy in zip(on_device, copies, strict=False):
+                tensor.data = copy
         self.sleep()
         return self.offloaded.describe(folder)
-
-    def _use_copies(
-        self, kind: str, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
-    ) -> None:
-        """Replace the memory of tensors by copies.
-
-        Args:
-            kind: kind of the tensors.
-            tensors: tensors [...] of the engine.
-            copies: their copies [...], in the same order.
-        """
-        if isinstance(self.parameters, ShardedWeights) and kind == "weights":
-            # FSDP holds these as DTensors, which must be replaced themselves.
-            self.parameters.replace_memory(copies)
-            return
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.data = copy
 
     def sleep(self) -> None:
         """Offload every offloadable tensor, and free gradient sums if `frees_gradients` was set."""
@@ -481,6 +461,7 @@ class FSDPEngine:
             self.offloaded.wait(kinds)
 
     def _require_equal_replicas(self) -> None:
+        """Check that replicated weights are the same on all ranks."""
         if self.processes.layout.is_whole:
             parameters = list(self.model.parameters())
             self.replicas.require_alike(f"weights of the {self.name}", parameters)

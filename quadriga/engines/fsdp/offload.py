@@ -72,7 +72,7 @@ class MappedFile:
                 fix="Set it to such a folder, or leave out param_offload and optimizer_offload.",
             ) from error
         content = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.windows: list[torch.Tensor] = []
+        self.windows = []
         for start, tensor in zip(starts, tensors, strict=True):
             flat = content[start : start + tensor.nbytes]
             self.windows.append(flat.view(tensor.dtype).view(tensor.shape))
@@ -95,7 +95,7 @@ class MappedFile:
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Collect the non-empty storages of tensors, each once: several tensors may share a storage."""
-    storages: dict[int, torch.UntypedStorage] = {}
+    storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():
@@ -188,24 +188,24 @@ class PinnedCopy:
     def __init__(
         self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream, description: str
     ) -> None:
-        self._storages = storages_of(tensors)
         self._stream = stream
-        self._sizes = [storage.nbytes() for storage in self._storages]
-        self.num_bytes = sum(self._sizes)
-        padded_sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes]
+        storages = storages_of(tensors)
+        sizes = [storage.nbytes() for storage in storages]
+        self.num_bytes = sum(sizes)
+        padded_sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         self._memory = pinned_memory(sum(padded_sizes), description)
         unpin = torch.cuda.cudart().cudaHostUnregister
         # Runs before the attributes of this object, including the memory, are freed.
         finalizer = weakref.finalize(self, unpin, self._memory.data_ptr())
         # At the interpreter's exit, CUDA may be gone already; the process's end unpins the memory.
         finalizer.atexit = False
-        self._copies = []
-        for start, size in zip(accumulate(padded_sizes, initial=0), self._sizes, strict=False):
-            self._copies.append(self._memory[start : start + size])
+        # Each storage with its copy on the host.
+        self._pairs = []
+        starts = accumulate(padded_sizes, initial=0)
+        for storage, size, start in zip(storages, sizes, starts, strict=False):
+            self._pairs.append((storage, self._memory[start : start + size]))
         # By the storage's C++ object: its address stays the same when the memory is freed.
-        self._copy_of: dict[int, torch.Tensor] = {}
-        for copy, storage in zip(self._copies, self._storages, strict=True):
-            self._copy_of[storage._cdata] = copy
+        self._copy_of = {storage._cdata: copy for storage, copy in self._pairs}
         self._arrived = torch.cuda.Event()
 
     def sleep(self, *, is_changed: bool) -> None:
@@ -217,11 +217,11 @@ class PinnedCopy:
         if is_changed:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                for copy, storage in zip(self._copies, self._storages, strict=True):
+                for storage, copy in self._pairs:
                     copy.copy_(_view_bytes(storage), non_blocking=True)
         # Without a change, copies to the device may still be under way.
         self._stream.synchronize()
-        for storage in self._storages:
+        for storage, _ in self._pairs:
             storage.resize_(0)
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -235,12 +235,12 @@ class PinnedCopy:
 
     def wake(self) -> None:
         """Start to copy to the device. Call `wait` before the tensors are used."""
-        for storage, size in zip(self._storages, self._sizes, strict=True):
-            storage.resize_(size)
+        for storage, copy in self._pairs:
+            storage.resize_(copy.nbytes)
         # The allocator may hand out memory that earlier work of the current stream still reads.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for copy, storage in zip(self._copies, self._storages, strict=True):
+            for storage, copy in self._pairs:
                 _view_bytes(storage).copy_(copy, non_blocking=True)
             self._arrived.record(self._stream)
 

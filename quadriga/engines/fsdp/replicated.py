@@ -85,7 +85,7 @@ class ReplicatedWeights:
         A parameter without a gradient gets zeros: a mini-batch without a learning signal makes a
         step with a zero gradient, whether or not its sequences were computed.
         """
-        totals = []
+        totals = {}
         for name in self.trained:
             parameter = self.parameters[name]
             # A hook has moved the gradients of rounded parameters to float32 sums.
@@ -96,10 +96,10 @@ class ReplicatedWeights:
             if has_master:
                 # Store new zeros as well: later mini-batches add to the same memory.
                 self.sums[name] = total
-            totals.append(total)
+            totals[name] = total
         # Sum before the check for finite values, so that all replicas skip the same steps.
-        self.replicas.add_up(totals)
-        for name, total in zip(self.trained, totals, strict=True):
+        self.replicas.add_up(list(totals.values()))
+        for name, total in totals.items():
             self.masters[name].grad = total.to(self.masters[name].device)
 
     def grad_norm(self) -> torch.Tensor:

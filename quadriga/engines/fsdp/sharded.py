@@ -105,8 +105,7 @@ class _Meshes:
     @classmethod
     def of(cls, mesh: DeviceMesh, model_axis: str, fsdp_axis: str) -> "_Meshes":
         """Slice a mesh by the names of its axes."""
-        replicated = mesh["dp_replicate", model_axis, fsdp_axis]
-        return cls(mesh[model_axis], mesh[fsdp_axis], replicated)
+        return cls(mesh[model_axis], mesh[fsdp_axis], mesh["dp_replicate", model_axis, fsdp_axis])
 
 
 class PartialWeights:
@@ -274,9 +273,8 @@ class PartialWeights:
         specs = self.shard_specs.items()
         local_names = {spec.name: name for name, spec in specs if not spec.is_copy}
         device = self.processes.world.device
-        for full_name, parameter in self.parameter_specs.items():
-            if not is_wanted(full_name):
-                continue
+        for full_name in filter(is_wanted, self.parameter_specs):
+            parameter = self.parameter_specs[full_name]
             if full_name in local_names:
                 tensor = self._gather(local_names[full_name])
             elif full_name in self.buffers:
@@ -286,8 +284,7 @@ class PartialWeights:
                 dtype = parameter.dtype or self.dtype
                 tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
             if self.processes.layout.pp > 1:
-                group = self.processes.group("pp")
-                dist.broadcast(tensor, group=group, group_src=parameter.stage)
+                dist.broadcast(tensor, group=self.processes.group("pp"), group_src=parameter.stage)
             yield full_name, tensor
             # Free it before the next one is gathered.
             del tensor
@@ -332,8 +329,11 @@ class PartialWeights:
         full_name = self.names[name]
         expected = self.parameter_specs[full_name].shape
         if full.shape != expected:
-            got = f"shape {tuple(full.shape)}"
-            raise EngineError(f"weight {full_name}", got=got, expected=f"{tuple(expected)}")
+            raise EngineError(
+                f"weight {full_name}",
+                got=f"shape {tuple(full.shape)}",
+                expected=f"{tuple(expected)}",
+            )
         shard = full
         for dim, (start, size) in enumerate(zip(*self._start_and_shape(name), strict=True)):
             shard = shard.narrow(dim, start, size)
@@ -568,15 +568,11 @@ def shard(
     num_vocabulary = model.get_input_embeddings().num_embeddings
 
     # Reduce the model to this rank's layers, heads, vocabulary and experts.
-    tensor_dimensions: dict[str, int] = {}
-    if layout.tp > 1:
-        tensor_dimensions = shard_layers(model, processes.group("tp"))
-    expert_names: set[str] = set()
+    tensor_dimensions = shard_layers(model, processes.group("tp")) if layout.tp > 1 else {}
+    expert_names = set()
     if processes.experts is not None:
         expert_names = shard_experts(model, processes.experts.get_group("ep"))
-    copies: Mapping[str, str] = {}
-    if layout.pp > 1:
-        copies = keep_stage(model, processes)
+    copies = keep_stage(model, processes) if layout.pp > 1 else {}
 
     shard_specs = {}
     for name, _ in model.named_parameters():
@@ -612,14 +608,15 @@ def _move_to_meta(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
     Parameters that were tied stay tied.
     """
-    moved: dict[int, nn.Parameter] = {}
+    moved = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in moved:
+            key = id(parameter)
+            if key not in moved:
                 meta_dtype = torch.float32 if parameter.requires_grad else dtype
                 empty = torch.empty_like(parameter, device="meta", dtype=meta_dtype)
-                moved[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-            setattr(module, name, moved[id(parameter)])
+                moved[key] = nn.Parameter(empty, parameter.requires_grad)
+            setattr(module, name, moved[key])
 
 
 def _describe_parameters(
@@ -638,12 +635,12 @@ def _describe_parameters(
     if is_vision(model.config):
         first_stage_ids.update(map(id, vision_encoder(model).parameters()))
 
-    stage_of_layer: dict[int, int] = {}
+    stage_of_layer = {}
     if num_stages > 1:
         num_layers = len(backbone(model).layers)
         for stage in range(num_stages):
-            for layer in layers_of_stage(num_layers, stage, num_stages):
-                stage_of_layer[layer] = stage
+            layers = layers_of_stage(num_layers, stage, num_stages)
+            stage_of_layer |= dict.fromkeys(layers, stage)
 
     def stage_by_name(name: str) -> int:
         """Stage of a parameter by its layer. Norm and head are in the last stage."""

@@ -15,6 +15,7 @@ shape of a parameter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import megatron.core
@@ -82,28 +83,14 @@ class UndividedTokens(SharedTokens):
         return super().select_predictors(hidden, batch, has_sharded_head=has_sharded_head)
 
 
+@dataclass(frozen=True)
 class MegatronSchedule:
-    """Runs micro-batches through this rank's chunks of the model with Megatron's schedules.
+    """Runs micro-batches through this rank's chunks of the model with Megatron's schedules."""
 
-    Args:
-        scorer: the model's head and its outputs.
-        chunks: this rank's chunks, one for each virtual stage.
-        processes: the ranks of the engine.
-        is_interleaved: whether a rank has virtual stages.
-    """
-
-    def __init__(
-        self,
-        scorer: Scorer,
-        chunks: Sequence[GPTModel],
-        processes: Processes,
-        *,
-        is_interleaved: bool,
-    ) -> None:
-        self.scorer = scorer
-        self.chunks = list(chunks)
-        self.processes = processes
-        self.is_interleaved = is_interleaved
+    scorer: Scorer  # the model's head and its outputs
+    chunks: list[GPTModel]  # one for each virtual stage
+    processes: Processes
+    is_interleaved: bool  # whether a rank has virtual stages
 
     def num_micro_batches(self, number: int) -> int:
         """Number of micro-batches to run if there are `number`: at least one for each stage."""
@@ -267,9 +254,7 @@ class MegatronEngine(FSDPEngine):
             model.set_output_embeddings(_Head(*weights.head()))
         # `FSDPEngine` runs the weights' `stage` if there is one. Here it also computes a model
         # without pipeline stages.
-        schedule = MegatronSchedule(
-            self.scorer, chunks, processes, is_interleaved=self.virtual is not None
-        )
+        schedule = MegatronSchedule(self.scorer, chunks, processes, self.virtual is not None)
         weights.root = schedule
         weights.stage = schedule
         return weights

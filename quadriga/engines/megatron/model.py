@@ -491,8 +491,9 @@ def build_chunks(
         )
         chunk.rotary_pos_emb = Rotary(rotary.inv_freq.to(device))
         if is_first and padding_id is not None:
-            hook = partial(_detach_padding, padding_id)
-            chunk.embedding.word_embeddings.register_forward_hook(hook)
+            chunk.embedding.word_embeddings.register_forward_hook(
+                partial(_detach_padding, padding_id)
+            )
         # Without post-processing, the chunk returns hidden states, from which the scorer computes
         # outputs. It was set above, because the last chunk needs the modules that it creates.
         chunk.post_process = False

@@ -82,8 +82,9 @@ class MegatronWeights(PartialWeights):
         local_parameters = self._local_parameters(scorer, chunks, device, dtype)
         self.places: dict[str, tuple[ParameterPlace, nn.Parameter]] = {}
         shard_specs = self._place_shards(model, local_parameters, processes)
-        parameter_specs = _describe_parameters(model, shard_specs, processes)
-        super().__init__(processes, dtype, shard_specs, parameter_specs)
+        super().__init__(
+            processes, dtype, shard_specs, _describe_parameters(model, shard_specs, processes)
+        )
 
         # By id, because several Hugging Face parameters may be views of one parameter.
         self.parameters = {id(parameter): parameter for _, parameter in self.places.values()}
@@ -92,8 +93,7 @@ class MegatronWeights(PartialWeights):
         for key, parameter in self.parameters.items():
             parameter.requires_grad_(bool(self.trained))
             if self.trained and dtype != torch.float32:
-                hook = partial(_add_to, self.sums, key)
-                parameter.register_post_accumulate_grad_hook(hook)
+                parameter.register_post_accumulate_grad_hook(partial(_add_to, self.sums, key))
         self.masters = {}
         with torch.no_grad():
             for parameter in self.parameters.values():
@@ -150,7 +150,7 @@ class MegatronWeights(PartialWeights):
         dtype: torch.dtype,
     ) -> Mapping[tuple[int | None, str], nn.Parameter]:
         """Megatron's parameters on this rank, by layer of the full model and name within it."""
-        parameters: dict[tuple[int | None, str], nn.Parameter] = {}
+        parameters = {}
         for chunk in chunks:
             for layer in chunk.decoder.layers:
                 for name, parameter in layer.named_parameters():
@@ -283,9 +283,9 @@ def _describe_parameters(
         processes.place.pp, layout.pp, processes.world.device, processes.group("pp")
     )
     local_names = [spec.name for spec in shard_specs.values() if not spec.is_copy]
-    stage_of: dict[str, int] = {}
+    stage_of = {}
     for stage, names in enumerate(stages.gather(local_names)):
-        stage_of.update(dict.fromkeys(names, stage))
+        stage_of |= dict.fromkeys(names, stage)
     has_shared_embedding = is_tied_policy(model) and layout.pp > 1
     specs = {}
     for name, parameter in model.named_parameters():

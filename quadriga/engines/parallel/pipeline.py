@@ -13,10 +13,10 @@ Legend: n packed tokens of a micro-batch on this rank, M predicted tokens, D hid
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quadriga.engines.packing import LossFunction, Outputs
@@ -37,7 +37,7 @@ class _PassThrough(nn.Module):
             if isinstance(value, (str, int)) and not name.startswith("_"):
                 setattr(self, name, value)
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return [1, n, D] unchanged."""
         return hidden
 
@@ -54,9 +54,9 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
         Numbers of the layers.
     """
     share, remainder = divmod(num_layers, num_stages)
-    start = stage * share + min(stage, remainder)
-    size = share + 1 if stage < remainder else share
-    return range(start, start + size)
+    # First layers of this stage and of the next one.
+    bounds = [number * share + min(number, remainder) for number in (stage, stage + 1)]
+    return range(*bounds)
 
 
 def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str]:
@@ -73,7 +73,7 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
     Raises:
         EngineError: the architecture does not have the expected modules.
     """
-    base = backbone(model)
+    base: Any = backbone(model)
     for attribute in ("layers", "norm"):
         if not hasattr(base, attribute):
             raise EngineError(
@@ -82,16 +82,15 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
                 expected="embedding, layers and norm, as in the Llama family",
                 fix="Set pipeline_model_parallel_size=1.",
             )
-    layers = cast(nn.ModuleList, base.layers)
-    local_layers = layers_of_stage(len(layers), processes.place.pp, processes.layout.pp)
-    for number, layer in enumerate(layers):
+    local_layers = layers_of_stage(len(base.layers), processes.place.pp, processes.layout.pp)
+    for number, layer in enumerate(base.layers):
         if number not in local_layers:
-            layers[number] = _PassThrough(layer)
+            base.layers[number] = _PassThrough(layer)
 
     # Find tied weights before the embedding is removed.
     table = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    tied_names: dict[str, str] = {}
+    tied_names = {}
     if isinstance(head, nn.Linear) and head.weight is table.weight:
         paths = {id(module): name for name, module in model.named_modules()}
         tied_names[f"{paths[id(head)]}.weight"] = f"{paths[id(table)]}.weight"
@@ -109,7 +108,7 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
             setattr(base, name, 1.0)
     model.set_input_embeddings(nn.Identity())
     if is_vision(model.config):
-        cast(Any, model.base_model).visual = nn.Identity()
+        model.base_model.visual = nn.Identity()
     return tied_names if processes.is_last_stage else {}
 
 
@@ -132,7 +131,7 @@ class Stage(nn.Module):
         self.question = ScoreQuestion()
         self.outputs: list[Outputs] = []
 
-    def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
+    def forward(self, received: Tensor, *, number: Tensor) -> Tensor:
         """Compute one micro-batch in this stage.
 
         Args:

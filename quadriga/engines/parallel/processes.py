@@ -12,10 +12,11 @@ Legend: V vocabulary, D hidden size.
 
 import functools
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from quadriga.config.layout import Layout, RankPlace
 from quadriga.engines.process_group import ALONE, Membership, ProcessGroup
@@ -84,14 +85,44 @@ def _meshes_of(
     layout: Layout, device_type: str, meeting: int
 ) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh | None]:
     """Create the meshes `storage`, `work` and `experts`, once for each layout and meeting."""
+    make_mesh = functools.partial(_make_mesh, device_type, meeting)
     ranks = torch.arange(layout.world_size)
     # In the order of the ranks, tp is the last axis.
     ranks = ranks.view(layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
     experts = None
     if layout.ep > 1:
         expert_ranks = ranks.reshape(layout.pp, -1, layout.edp, layout.ep).transpose(2, 3)
-        experts = DeviceMesh(device_type, expert_ranks, mesh_dim_names=EXPERT_NAMES)
-    storage = DeviceMesh(device_type, ranks.transpose(2, 3), mesh_dim_names=STORAGE_NAMES)
-    work_sizes = (layout.pp, layout.dp_size, layout.sp, layout.tp)
-    work = init_device_mesh(device_type, work_sizes, mesh_dim_names=WORK_NAMES)
+        experts = make_mesh(expert_ranks, EXPERT_NAMES)
+    storage = make_mesh(ranks.transpose(2, 3), STORAGE_NAMES)
+    work = make_mesh(ranks.view(layout.pp, layout.dp_size, layout.sp, layout.tp), WORK_NAMES)
     return storage, work, experts
+
+
+def _make_mesh(
+    device_type: str, meeting: int, ranks: torch.Tensor, names: tuple[str, ...]
+) -> DeviceMesh:
+    """Create a mesh whose axes share the process groups of other axes with the same ranks.
+
+    DeviceMesh alone would form a group, and with NCCL a communicator, for each axis.
+
+    Args:
+        device_type: type of the device.
+        meeting: number of the meeting of the ranks.
+        ranks: [pp, ...], the ranks by their coordinates.
+        names: names of the axes.
+    """
+    groups = []
+    for axis in range(ranks.dim()):
+        # All ranks form all groups, in the same order; each belongs to one of an axis.
+        for row in ranks.movedim(axis, -1).flatten(0, -2).tolist():
+            group = _group_of(tuple(row), meeting)
+            if dist.get_rank() in row:
+                groups.append(group)
+    return DeviceMesh.from_group(groups, device_type, ranks.contiguous(), mesh_dim_names=names)
+
+
+@functools.cache
+def _group_of(ranks: tuple[int, ...], meeting: int) -> dist.ProcessGroup:
+    """Form the process group of some ranks, once for each meeting."""
+    # Other ranks get a placeholder.
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks)))

@@ -56,15 +56,13 @@ class SharedTokens(Sharing):
             self.vocabulary = VocabularyShard(processes.group("tp"), start)
 
     def inputs(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionPlan]:
-        plan: AttentionPlan = batch.plan
-        layout = self.processes.layout
-        if layout.sp == 1:
-            return batch.input_ids, batch.position_ids, plan
+        if self.processes.layout.sp == 1:
+            return super().inputs(batch)
         # All ranks of a tp group get the same tokens, which the embedding divides.
         start, size = self._tokens_of_sp_rank(batch)
         tokens = batch.input_ids.narrow(-1, start, size)
         positions = batch.position_ids.narrow(-1, start, size)
-        return tokens, positions, UlyssesAttention(plan, self.processes.group("sp"))
+        return tokens, positions, UlyssesAttention(batch.plan, self.processes.group("sp"))
 
     def _tokens_of_sp_rank(self, batch: PackedBatch) -> tuple[int, int]:
         """First packed index and number of the tokens of this rank's tp group."""

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
@@ -66,13 +66,13 @@ def shard_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
     Raises:
         EngineError: the embedding has a forward pass of its own.
     """
-    dimensions: dict[str, int] = {}
+    dimensions = {}
     size = dist.get_world_size(group)
     base = backbone(model)
     base_path = next(name for name, module in model.named_modules() if module is base)
     prefix = f"{base_path}." if base_path else ""
     styles = _declared_styles(model)
-    colwise_parents: dict[str, nn.Module] = {}
+    colwise_parents = {}
     for name, module in base.named_modules():
         # Find the declared style of a projection. Modules without one stay as they are.
         match = _PROJECTION.fullmatch(name)
@@ -153,8 +153,7 @@ def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[
     # Before the table is sharded, which replaces its weight.
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     paths = {id(module): name for name, module in model.named_modules()}
-    num_rows = table.weight.shape[0]
-    start, _ = part_of(num_rows, dist.get_world_size(group), dist.get_rank(group))
+    start, _ = part_of(table.weight.shape[0], dist.get_world_size(group), dist.get_rank(group))
     shard_parameter(table, "weight", 0, group)
     dimensions = {f"{paths[id(table)]}.weight": 0}
     forward: Any = partial(_embedding_forward, table, start, group)
@@ -200,17 +199,15 @@ def _gather_tokens(
     return args, kwargs | {"hidden_states": gathered}
 
 
-def _colwise_gathered_forward(
-    module: Any, group: dist.ProcessGroup, inputs: torch.Tensor
-) -> torch.Tensor:
+def _colwise_gathered_forward(module: Any, group: dist.ProcessGroup, inputs: Tensor) -> Tensor:
     """Forward pass of a colwise projection with gathered outputs: [1, N, D] -> [1, N, out]."""
     local = linear(inputs[0], module.weight, module.bias)
     return Collective.apply(local.t(), group, all_gather).t()[None].contiguous()
 
 
 def _rowwise_forward(
-    module: Any, group: dist.ProcessGroup, columns: slice, inputs: torch.Tensor
-) -> torch.Tensor:
+    module: Any, group: dist.ProcessGroup, columns: slice, inputs: Tensor
+) -> Tensor:
     """Forward pass of a rowwise projection: [1, N, inputs] -> [1, n, D].
 
     Args:
@@ -231,8 +228,8 @@ def _rowwise_forward(
 
 
 def _embedding_forward(
-    module: nn.Embedding, start: int, group: dist.ProcessGroup, input_ids: torch.Tensor
-) -> torch.Tensor:
+    module: nn.Embedding, start: int, group: dist.ProcessGroup, input_ids: Tensor
+) -> Tensor:
     """Forward pass of an embedding with a sharded vocabulary: [1, N] -> [1, n, D].
 
     Args:

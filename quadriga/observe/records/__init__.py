@@ -17,18 +17,3 @@ from quadriga.observe.records.files import (
 from quadriga.observe.records.samples import samples_of, table_for_people
 from quadriga.observe.records.schema import COLUMNS, SCHEMA, Column
 from quadriga.observe.records.tokens import TokenTable, token_bytes
-
-__all__ = [
-    "COLUMNS",
-    "SCHEMA",
-    "STEP",
-    "VALIDATION",
-    "Column",
-    "RecordFolder",
-    "StepRecord",
-    "TokenTable",
-    "read_facts",
-    "samples_of",
-    "table_for_people",
-    "token_bytes",
-]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,8 @@ class RecordFolder:
                 if step > after_step:
                     path.unlink(missing_ok=True)
         elif recorded_files:
-            number = 1
-            while (self.folder / f"{_SUPERSEDED}_{number}").exists():
-                number += 1
-            aside = self.folder / f"{_SUPERSEDED}_{number}"
+            places = (self.folder / f"{_SUPERSEDED}_{number}" for number in count(1))
+            aside = next(place for place in places if not place.exists())
             aside.mkdir()
             paths = [path for _, path in recorded_files]
             for path in [*paths, *self.folder.glob(_TOKENS)]:
@@ -278,22 +277,18 @@ def read_record(path: Path, columns: Sequence[str] | None = None) -> StepRecord:
         DataError: the file is damaged, no record, or of a newer version.
     """
     facts = read_facts(path)
+    names = SCHEMA.names if columns is None else columns
     try:
-        rows = _read_columns(path, SCHEMA.names if columns is None else columns)
+        written_names = set(pq.read_schema(path).names)
+        rows = pq.read_table(path, columns=[name for name in names if name in written_names])
+        # Columns that an older version did not write are null.
+        for name in names:
+            if name not in written_names:
+                field = SCHEMA.field(name)
+                rows = rows.append_column(field, pa.nulls(len(rows), field.type))
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise _damaged_error(path, error) from error
     return StepRecord(rows, facts)
-
-
-def _read_columns(path: Path, names: Sequence[str]) -> pa.Table:
-    """Read columns of a file. Columns that an older version did not write are null."""
-    written_names = set(pq.read_schema(path).names)
-    rows = pq.read_table(path, columns=[name for name in names if name in written_names])
-    for name in names:
-        if name not in written_names:
-            field = SCHEMA.field(name)
-            rows = rows.append_column(field, pa.nulls(len(rows), field.type))
-    return rows
 
 
 def read_facts(path: Path) -> dict[str, Any]:

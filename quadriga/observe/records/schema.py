@@ -8,7 +8,6 @@ record is thinned), `replay` (needed to train a step again), `time` (differs in 
 A column that a run does not have is null in every row.
 """
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +38,10 @@ class Column:
     meaning: str
 
 
-with Path(__file__).with_name("columns.tsv").open(encoding="utf-8", newline="") as _file:
-    _header, *_rows = csv.reader(_file, delimiter="\t", quoting=csv.QUOTE_NONE)
-
+_LINES = Path(__file__).with_name("columns.tsv").read_text(encoding="utf-8").splitlines()[1:]
 COLUMNS = {
     name: Column(name, _TYPES[type_name], group, meaning)
-    for name, type_name, group, meaning in _rows
+    for name, type_name, group, meaning in (line.split("\t") for line in _LINES)
 }
 """Columns by name, in the order of the files."""
 SCHEMA = pa.schema([(column.name, column.type) for column in COLUMNS.values()])

@@ -50,10 +50,13 @@ def token_bytes(tokenizer: Any) -> tuple[list[bytes], set[int]]:
     added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
     special_ids = {number for number, token in added_tokens.items() if token.special}
     special_ids |= set(tokenizer.all_special_ids)
-    decoders = _decoder_types(tokenizer)
-    if decoders is None:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
         # A tokenizer of the user, whose tokens may be in any form.
         return [tokenizer.decode([number]).encode() for number in range(size)], special_ids
+    # The state of a `Sequence` lists its decoders; that of another decoder is a single one.
+    state = json.loads(decoder.__getstate__())
+    decoders = {part["type"] for part in state.get("decoders", [state])}
     texts = []
     for number, token in enumerate(tokenizer.convert_ids_to_tokens(range(size))):
         if token is None:
@@ -63,17 +66,6 @@ def token_bytes(tokenizer: Any) -> tuple[list[bytes], set[int]]:
         else:
             texts.append(_bytes_of(token, decoders))
     return texts, special_ids
-
-
-def _decoder_types(tokenizer: Any) -> set[str] | None:
-    """Types of a tokenizer's decoders; None if it is not from the library `tokenizers`."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = getattr(backend, "decoder", None)
-    if decoder is None:
-        return None
-    # The state of a `Sequence` lists its decoders; that of another decoder is a single one.
-    state = json.loads(decoder.__getstate__())
-    return {part["type"] for part in state.get("decoders", [state])}
 
 
 def _bytes_of(token: str, decoders: set[str]) -> bytes:

@@ -8,7 +8,13 @@ from functools import partial
 
 from quadriga.errors import ConfigError
 from quadriga.observe.progress import Progress, align_fields, step_fields, validation_results
-from quadriga.observe.tracking.base import RunFacts, Sample, TrackingBackend, sample_columns
+from quadriga.observe.tracking.base import (
+    Metrics,
+    RunFacts,
+    Sample,
+    TrackingBackend,
+    sample_columns,
+)
 from quadriga.observe.tracking.jsonl import JsonlBackend, jsonable
 from quadriga.observe.tracking.services import (
     MlflowBackend,
@@ -38,7 +44,7 @@ class ConsoleBackend(TrackingBackend):
         # The last validation result of each data source and column, with its step.
         self._last: dict[tuple[str, str], tuple[float, int]] = {}
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Metrics, step: int) -> None:
         fields = step_fields(metrics)
         if fields and not self._has_progress:
             self._emit(align_fields({"step": str(step), **fields}, self._widths))
@@ -137,7 +143,7 @@ class Tracking(AbstractContextManager["Tracking"]):
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         self.close(has_failed=kind is not None)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Metrics, step: int) -> None:
         """Record the metrics of a step."""
         self._call_each(lambda backend: backend.log(metrics, step))
 
@@ -160,7 +166,7 @@ class Tracking(AbstractContextManager["Tracking"]):
 
     def _call_each(self, call: Callable[[TrackingBackend], None]) -> None:
         """Call every backend, even if one fails, then raise the first error."""
-        errors: list[Exception] = []
+        errors = []
         for backend in self._backends:
             try:
                 with waiting(f"{type(backend).__name__} to record the run"):

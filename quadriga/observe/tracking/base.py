@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 # The usual columns of a validation sample. A sample may lack some of them and have others.
 SAMPLE_COLUMNS = ("data_source", "input", "output", "ground_truth", "score")
 Sample = Mapping[str, Any]
+Metrics: TypeAlias = Mapping[str, float]
 
 
 class TrackingBackend:
@@ -20,7 +22,7 @@ class TrackingBackend:
     Steps arrive in order. In a resumed run they go on after `RunFacts.resume_step`.
     """
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Metrics, step: int) -> None:
         """Write the metrics of a step."""
         raise NotImplementedError
 
@@ -134,7 +136,6 @@ def skip_recorded(record: Callable[[Any, Any, int], None]) -> Callable[[Any, Any
 
 def sample_columns(samples: Sequence[Sample]) -> list[str]:
     """All columns of the samples: the usual ones first, then others as they come."""
-    names = dict.fromkeys(name for sample in samples for name in sample)
+    names = dict.fromkeys(chain.from_iterable(samples))
     columns = [name for name in SAMPLE_COLUMNS if name in names]
-    columns += [name for name in names if name not in SAMPLE_COLUMNS]
-    return columns
+    return list(dict.fromkeys([*columns, *names]))

@@ -11,13 +11,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from quadriga.errors import DataError, QuadrigaError
-from quadriga.observe.tracking.base import RunFacts, Sample, TrackingBackend
+from quadriga.observe.tracking.base import Metrics, RunFacts, Sample, TrackingBackend
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -34,7 +35,7 @@ class JsonlBackend(TrackingBackend):
         self._metrics = _LineFile(facts.directory / METRICS_FILE, facts)
         self._samples = _LineFile(facts.directory / SAMPLES_FILE, facts)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Metrics, step: int) -> None:
         values = {name: float(value) for name, value in metrics.items()}
         self._metrics.append({"step": step, **values})
 
@@ -56,7 +57,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     Raises:
         DataError: a line is not one that the backend writes.
     """
-    steps: dict[int, dict[str, float]] = {}
+    steps = {}
     for _, record in complete_lines(Path(path)):
         step = int(record.pop("step"))
         metrics = steps.setdefault(step, {})
@@ -87,10 +88,8 @@ class _LineFile:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         elif path.stat().st_size:
-            number = 1
-            while path.with_name(f"{path.stem}.{number}{path.suffix}").exists():
-                number += 1
-            path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
+            places = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+            path.rename(next(place for place in places if not place.exists()))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record as a line.
@@ -145,11 +144,13 @@ def complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                got = f"no JSON ({error})"
-                raise DataError(where, got=got, expected="one JSON object per line") from error
+                raise DataError(
+                    where, got=f"no JSON ({error})", expected="one JSON object per line"
+                ) from error
             if not isinstance(record, dict) or "step" not in record:
-                got = line.decode()[:80].strip()
-                raise DataError(where, got=got, expected='an object with "step"')
+                raise DataError(
+                    where, got=line.decode()[:80].strip(), expected='an object with "step"'
+                )
             yield line, record
 
 

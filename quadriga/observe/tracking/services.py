@@ -23,6 +23,7 @@ from typing import Any
 
 from quadriga.errors import ConfigError
 from quadriga.observe.tracking.base import (
+    Metrics,
     RecordedSteps,
     RunFacts,
     Sample,
@@ -107,7 +108,7 @@ class TensorboardBackend(TrackingBackend):
         code = "\n".join(f"    {line}" for line in config.splitlines())
         self._writer.add_text("config", code, facts.resume_step)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Metrics, step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         # The process may be killed before the next step.
@@ -153,7 +154,7 @@ class WandbBackend(TrackingBackend):
         self._run.define_metric("*", step_metric=STEP_AXIS)
 
     @skip_recorded
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Metrics, step: int) -> None:
         self._run.log({**metrics, STEP_AXIS: step})
 
     @skip_recorded
@@ -218,7 +219,7 @@ class MlflowBackend(TrackingBackend):
         return run_id
 
     @skip_recorded
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Metrics, step: int) -> None:
         now_ms = round(time.time() * 1000)
         entries = []
         for name, value in metrics.items():
@@ -247,9 +248,7 @@ class SwanlabBackend(TrackingBackend):
         self._swanlab = import_package("swanlab")
         is_online = os.environ.get("SWANLAB_MODE", "online") in ("online", "cloud")
         identity = facts.load_id("swanlab") if is_online else None
-        options = {}
-        if identity:
-            options = {"id": identity, "resume": "allow"}
+        options = {"id": identity, "resume": "allow"} if identity else {}
         self._run = self._swanlab.init(
             project=facts.project_name,
             experiment_name=facts.experiment_name,
@@ -262,7 +261,7 @@ class SwanlabBackend(TrackingBackend):
         self.steps = RecordedSteps(facts, "swanlab", identity)
 
     @skip_recorded
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Metrics, step: int) -> None:
         self._swanlab.log(dict(metrics), step=step)
 
     @skip_recorded
@@ -275,10 +274,8 @@ class SwanlabBackend(TrackingBackend):
         self._swanlab.log({"samples": texts}, step=step)
 
     def close(self, *, has_failed: bool = False) -> None:
-        if has_failed:
-            self._swanlab.finish(state="crashed", error="the run ended in an error")
-        else:
-            self._swanlab.finish()
+        state = {"state": "crashed", "error": "the run ended in an error"} if has_failed else {}
+        self._swanlab.finish(**state)
 
 
 def metric_name(name: str) -> str:

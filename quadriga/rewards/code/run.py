@@ -117,8 +117,7 @@ def can_mount() -> bool:
             "c.mount_memory_file_systems(sys.argv[1:2], c.ResourceLimits())"
         )
         command = [sys.executable, "-I", "-S", "-c", code, folder, _PACKAGE_FOLDER, *sys.path]
-        done = subprocess.run(command, capture_output=True, env=_ENVIRONMENT)
-        return done.returncode == 0
+        return subprocess.run(command, capture_output=True, env=_ENVIRONMENT).returncode == 0
 
 
 def run_cases(
@@ -234,8 +233,8 @@ def run_remotely(
     limits: ResourceLimits,
     *,
     url: str,
-    language: str = "python",
-    parallel: int = 2,
+    language: str,
+    parallel: int,
 ) -> Iterator[CaseRun]:
     """Run a program on each test, on a Sandbox Fusion server.
 
@@ -301,7 +300,7 @@ def _run_remote_case(
     }
     # To compile, to run, and to wait for a free place at the server.
     timeout_s = limits.wall_s + limits.time_s + _MAX_QUEUE_S
-    reply: dict[str, Any] = {}
+    reply = {}
     for _ in range(_MAX_SANDBOX_ERRORS):
         reply = server.call_until(body, timeout_s=timeout_s, max_attempts=_MAX_ATTEMPTS)
         if reply.get("status") != "SandboxError":

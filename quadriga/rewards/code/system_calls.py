@@ -121,11 +121,7 @@ def is_known_machine() -> bool:
 def call_names() -> dict[int, str]:
     """Names of this machine's system calls, by number."""
     machine = os.uname().machine
-    names = {}
-    for name, row in _table().items():
-        if row[machine]:
-            names[int(row[machine])] = name
-    return names
+    return {int(row[machine]): name for name, row in _table().items() if row[machine]}
 
 
 @cache

@@ -20,7 +20,8 @@ truth that cannot be graded is an error.
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, wraps
 from itertools import product
@@ -76,9 +77,8 @@ def compute_score(
     truth = _parse_truth(str(ground_truth))
     text = _answer_text(solution_str)
     result: dict[str, Any] = {"score": 0.0, "pred": None, "ungradable": ""}
-    token = _is_grading.set(True)
     try:
-        with cpu_limit(CPU_LIMIT_S):
+        with _limited_grading():
             answers = _parse(text)
             # For majority voting, a number is written by its value and any other answer as in the
             # response. Evaluating an expression such as 9^{9^9} might never end.
@@ -92,9 +92,18 @@ def compute_score(
             )
     except (Exception, CPULimitError, UngradableError) as error:
         result["ungradable"] = f"{type(error).__name__}: {error}"[:500]
+    return result
+
+
+@contextmanager
+def _limited_grading() -> Iterator[None]:
+    """Context manager: limit the CPU time, and the expressions that the library evaluates."""
+    token = _is_grading.set(True)
+    try:
+        with cpu_limit(CPU_LIMIT_S):
+            yield
     finally:
         _is_grading.reset(token)
-    return result
 
 
 def _answer_text(solution_str: str) -> str:
@@ -121,17 +130,14 @@ def _parse_truth(ground_truth: str) -> list[Any]:
         # Outside of a math environment, "\frac{1}{2}" would be read as several numbers.
         text = f"\\boxed{{{text}}}"
     hint = "expected an expression that math-verify can read"
-    token = _is_grading.set(True)
     try:
-        with cpu_limit(CPU_LIMIT_S):
+        with _limited_grading():
             truth = _parse(plain_math(text))
             # Only for its errors: a truth that cannot be compared with itself cannot be compared
             # with any response.
             _is_same(truth, truth)
     except (Exception, CPULimitError, UngradableError) as error:
         raise ValueError(f"ground truth: got {ground_truth[:200]!r} ({error}), {hint}") from error
-    finally:
-        _is_grading.reset(token)
     if not truth:
         raise ValueError(f"ground truth: got {ground_truth[:200]!r}, {hint}")
     return truth

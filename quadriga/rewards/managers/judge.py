@@ -240,7 +240,7 @@ class Judge:
         # An estimate, until the server has counted the tokens.
         num_chars = sum(len(message["content"]) for message in messages)
         num_tokens = num_chars // _CHARS_PER_TOKEN + self.max_tokens
-        entries: list[WindowEntry] = []
+        entries = []
 
         def before_attempt() -> None:
             """Wait for room within the rate limit, since the server counts every attempt."""
@@ -268,8 +268,11 @@ class Judge:
         except (KeyError, IndexError, TypeError):
             text = None
         if not isinstance(text, str):
-            got = f"the keys {sorted(reply)} without choices[0].message.content"
-            raise RewardError(self._server.url, got=got, expected="a chat completion")
+            raise RewardError(
+                self._server.url,
+                got=f"the keys {sorted(reply)} without choices[0].message.content",
+                expected="a chat completion",
+            )
         return text
 
 
@@ -303,11 +306,9 @@ class JudgeQuestion(NamedTuple):
             The question. Without a `pattern` it ends by asking for a last line with the score.
         """
         text = _PROMPT_PLACE.sub(lambda match: _value_of_place(row, match[1]), self.prompt)
-        return (
-            text
-            if self.pattern is not None
-            else text + _ENDING.format(self.min_score, self.max_score)
-        )
+        if self.pattern is None:
+            text += _ENDING.format(self.min_score, self.max_score)
+        return text
 
     def read_score(self, reply: str) -> float:
         """Read the score in a judge's reply.
@@ -385,8 +386,8 @@ class JudgeRewardManager(SampleManager):
         """Ask all questions about one sample and record its outcome; runs in a thread."""
         if round_.done.done():
             return
-        scores: dict[str, float] = {}
-        weights: dict[str, float] = {}
+        scores = {}
+        weights = {}
         try:
             for question in self._questions:
                 reply = self._judge.ask([{"role": "user", "content": question.fill_in(row)}])
@@ -435,10 +436,10 @@ def _read_questions(kwargs: dict[str, Any]) -> list[JudgeQuestion]:
         raise ConfigError(
             f"{_WHERE}.components", got=repr(components), expected="names, each with a prompt"
         )
-    questions = []
-    for name, settings in components.items():
-        questions.append(_read_question(str(name), settings, f"{_WHERE}.components.{name}"))
-    return questions
+    return [
+        _read_question(str(name), settings, f"{_WHERE}.components.{name}")
+        for name, settings in components.items()
+    ]
 
 
 def _read_question(name: str, settings: Any, where: str) -> JudgeQuestion:

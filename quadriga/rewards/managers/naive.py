@@ -222,8 +222,8 @@ def overlong_penalty(
     Raises:
         ConfigError: an option is wrong.
     """
-    for problem in check_overlong(_WHERE, max_length, buffer_config):
-        assert isinstance(problem, ConfigError)
+    problem = next(check_overlong(_WHERE, max_length, buffer_config), None)
+    if isinstance(problem, ConfigError):
         raise problem
     options = {**BUFFER_DEFAULTS, **buffer_config}
     if not options["enable"]:

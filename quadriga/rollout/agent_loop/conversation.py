@@ -20,12 +20,14 @@ Legend: P prompt tokens, T response tokens, L layers with experts, k experts of 
 """
 
 import asyncio
-import hashlib
+import itertools
+import math
+import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -36,11 +38,14 @@ from quadriga.protocol.memory import images_key
 from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop.tool_calls import ConversationOver, ToolFailedError, ToolResult
 from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
+from quadriga.rollout.sequences import derive_seed
 
 # Texts that occur in no conversation. They are rendered to find out what a template writes around
 # the model's turn (the stand-in), and around the content of a message (the probe).
 _STAND_IN = "quadrigastandin"
 _PROBE = "quadrigaprobe"
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages of a chat, each with `role` and `content`."""
 _FIX_TEMPLATE = "Set actor_rollout_ref.model.custom_chat_template to one that has"
 
 
@@ -80,8 +85,8 @@ class LengthLimits:
     prompt_tokens: int  # P, tokens of the prompt
     response_tokens: int  # T, tokens of everything behind it
     total_tokens: int  # both together, as the engine takes them
-    assistant_turns: int | None = None  # of the model. None: no limit
-    user_turns: int | None = None  # of tools or the user. None: no limit
+    assistant_turns: float = math.inf  # of the model
+    user_turns: float = math.inf  # of tools or the user
 
 
 @dataclass
@@ -178,7 +183,7 @@ class Conversation:
         Returns:
             The conversation.
         """
-        seed = _derive_seed(self.rollout[0].sampling.seed, "conversation", len(self.rollout))
+        seed = derive_seed(self.rollout[0].sampling.seed, "conversation", len(self.rollout))
         return Conversation(
             engine=self.engine,
             encoder=self.encoder,
@@ -229,7 +234,7 @@ class Conversation:
 
     def begin(
         self,
-        messages: Sequence[Mapping[str, Any]] | None,
+        messages: Messages | None,
         schemas: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Replace the prompt that the data set rendered, to offer tools or to change its text.
@@ -263,9 +268,14 @@ class Conversation:
         self.prompt_ids = prompt_ids
 
     @property
+    def all_tokens(self) -> list[int]:
+        """Token ids of the prompt and the response so far."""
+        return [*self.prompt_ids, *self.token_ids]
+
+    @property
     def images(self) -> Images | None:
         """All images so far, with the positions of all tokens; None if there is only text."""
-        return self.images_in([*self.prompt_ids, *self.token_ids])
+        return self.images_in(self.all_tokens)
 
     def images_in(self, tokens: Sequence[int]) -> Images | None:
         """Images in a sequence of tokens, with the positions of all of them.
@@ -322,7 +332,7 @@ class Conversation:
     @property
     def solution_messages(self) -> list[dict[str, Any]]:
         """The response as messages with role and content, and if present name and tool_calls."""
-        messages: list[dict[str, Any]] = []
+        messages = []
         for turn in self.turns:
             messages += turn.messages or [{"role": turn.role, "content": turn.text}]
         keys = ("role", "content", "name", "tool_calls")
@@ -346,8 +356,7 @@ class Conversation:
             raise ConversationOver("length")
         changes["max_tokens"] = min(changes.get("max_tokens", room), room)
         started = time.perf_counter()
-        tokens = [*self.prompt_ids, *self.token_ids]
-        completion = await self.complete(tokens, self.images, **changes)
+        completion = await self.complete(self.all_tokens, self.images, **changes)
         token_ids = list(completion.token_ids)
         # Routes cover the whole conversation so far, so the latest ones replace the earlier.
         self.routes = completion.routes
@@ -397,7 +406,7 @@ class Conversation:
         # The first completion keeps the row's seed: a response of one turn is then the same as
         # without an agent loop.
         if number > 0:
-            seed = _derive_seed(seed, number)
+            seed = derive_seed(seed, number)
         sampling = replace(self.sampling, **{"seed": seed, **changes})
 
         self.activity = "in the engine"
@@ -416,17 +425,15 @@ class Conversation:
         Raises:
             ConversationOver: a limit on turns is reached.
         """
-        limits = self.limits
-        num_assistant_turns = self.num_assistant_turns
-        num_user_turns = len(self.turns) - num_assistant_turns
-        if limits.assistant_turns is not None and num_assistant_turns >= limits.assistant_turns:
+        num_user_turns = len(self.turns) - self.num_assistant_turns
+        if self.num_assistant_turns >= self.limits.assistant_turns:
             raise ConversationOver("max_assistant_turns")
-        if limits.user_turns is not None and num_user_turns >= limits.user_turns:
+        if num_user_turns >= self.limits.user_turns:
             raise ConversationOver("max_user_turns")
 
     def append(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         tool_responses: Sequence[ToolResult] = (),
         seconds: float = 0,
@@ -450,17 +457,15 @@ class Conversation:
         model_turn = self.turns[-1].token_ids if self.turns else ()
         token_ids = self.encoder.encode_turn(escaped, model_turn)
         if pictures:
-            before = [*self.prompt_ids, *self.token_ids]
-            pairs = zip(self.token_ids, self.mask, strict=True)
-            model_tokens = [token for token, is_model in pairs if is_model]
-            token_ids = self.expand_images(before, token_ids, pictures, model_tokens)
+            model_tokens = itertools.compress(self.token_ids, self.mask)
+            token_ids = self.expand_images(self.all_tokens, token_ids, pictures, model_tokens)
 
         text_messages = []
         for message in escaped:
             content = message["content"]
             if not isinstance(content, str):
                 content = "".join(part.get("text", "") for part in content)
-            text_messages.append({**message, "content": content})
+            text_messages.append(message | {"content": content})
         self.messages += text_messages
         turn = Turn(
             role=escaped[0]["role"],
@@ -474,7 +479,7 @@ class Conversation:
         if len(token_ids) >= self.room:
             self.unread.append(turn)
             raise ConversationOver("length")
-        echo_mask: list[int] = []
+        echo_mask = []
         # `content_mask` does not know the tokens of images, so that turns with images have no loss.
         if self.encoder.echo_roles and self.num_assistant_turns and not pictures:
             echo_mask = self.encoder.content_mask(escaped, len(token_ids))
@@ -485,7 +490,7 @@ class Conversation:
         before: Sequence[int],
         token_ids: Sequence[int],
         pictures: Sequence[Any],
-        model_tokens: Sequence[int] = (),
+        model_tokens: Iterable[int] = (),
     ) -> list[int]:
         """Expand the token of each image in a turn to one token for each of its embeddings.
 
@@ -523,14 +528,13 @@ class Conversation:
 
         # The processor needs all images of the conversation at once, and the conversation with one
         # token for each of them.
-        short_prompt = list(before)
-        all_pictures: list[Any] = []
         earlier = self.images_in(before)
-        if earlier is not None:
-            short_prompt = list(earlier.short_prompt)
-            all_pictures += earlier.pictures
-        short_prompt += token_ids
-        all_pictures += pictures
+        if earlier is None:
+            short_prompt = [*before, *token_ids]
+            all_pictures = list(pictures)
+        else:
+            short_prompt = [*earlier.short_prompt, *token_ids]
+            all_pictures = [*earlier.pictures, *pictures]
         videos = self.sample.images.videos if self.sample.images else ()
         try:
             rendered = self.processor.conversation(
@@ -568,8 +572,10 @@ class Conversation:
             self.unread.insert(0, last)
             # The five lists have a value for each token of the response.
             end = len(self.token_ids) - len(last.token_ids)
-            for values in (self.token_ids, self.mask, self.log_probs, self.versions):
-                del values[end:]
+            del self.token_ids[end:]
+            del self.mask[end:]
+            del self.log_probs[end:]
+            del self.versions[end:]
             del self.echo_mask[end:]
 
     def append_turn(
@@ -595,12 +601,6 @@ class Conversation:
         self.token_ids += turn.token_ids
         self.mask += [mask_value] * len(turn.token_ids)
         self.log_probs += log_probs
-
-
-def _derive_seed(*parts: Any) -> int:
-    """Derive a seed from all of the parts. Similar parts give unrelated seeds."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
 
 
 class TurnEncoder:
@@ -637,7 +637,7 @@ class TurnEncoder:
         self.template_kwargs.pop("add_generation_prompt", None)
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special_texts = {str(token) for token in added_tokens if token.special}
-        special_texts |= set(tokenizer.all_special_tokens)
+        special_texts.update(tokenizer.all_special_tokens)
         # An added token without a row of the embedding would be out of range.
         if vocabulary_size is not None:
             for text, token_id in tokenizer.get_added_vocab().items():
@@ -651,9 +651,7 @@ class TurnEncoder:
         self._checked_roles: set[str] = set()
         self._where = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
 
-    def encode_prompt(
-        self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]
-    ) -> list[int]:
+    def encode_prompt(self, messages: Messages, schemas: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a prompt, which may offer tools.
 
         Args:
@@ -667,11 +665,8 @@ class TurnEncoder:
             RolloutError: the rendered prompt does not name each of the tools.
         """
         text = self._render(messages, schemas)
-        missing = []
-        for schema in schemas:
-            name = schema["function"]["name"]
-            if name not in text:
-                missing.append(name)
+        names = [schema["function"]["name"] for schema in schemas]
+        missing = [name for name in names if name not in text]
         if missing:
             raise RolloutError(
                 self._where,
@@ -681,9 +676,7 @@ class TurnEncoder:
             )
         return self.encode([text])[0]
 
-    def encode_turn(
-        self, messages: Sequence[Mapping[str, Any]], model_turn: Sequence[int]
-    ) -> list[int]:
+    def encode_turn(self, messages: Messages, model_turn: Sequence[int]) -> list[int]:
         """Render and tokenize a turn of tools or the user, which stands between two of the model.
 
         Args:
@@ -713,7 +706,7 @@ class TurnEncoder:
             is_closed = True
         return token_ids[1:] if is_closed else token_ids
 
-    def content_mask(self, messages: Sequence[Mapping[str, Any]], num_tokens: int) -> list[int]:
+    def content_mask(self, messages: Messages, num_tokens: int) -> list[int]:
         """Mark the tokens that belong to contents of `echo_roles`, unlike those of the template.
 
         Args:
@@ -727,16 +720,14 @@ class TurnEncoder:
         text, _ = self._render_turn(messages)
         spans = self._content_spans(messages, text)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask = []
-        for first, last in encoded["offset_mapping"]:
-            is_content = any(start <= first < last <= end for start, end in spans)
-            mask.append(int(is_content))
+        mask = [
+            int(any(start <= first < last <= end for start, end in spans))
+            for first, last in encoded["offset_mapping"]
+        ]
         # `encode_turn` leaves out the first token if the model has written it.
         return mask[len(mask) - num_tokens :]
 
-    def _content_spans(
-        self, messages: Sequence[Mapping[str, Any]], text: str
-    ) -> list[tuple[int, int]]:
+    def _content_spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
         """Find the contents of `echo_roles` in the text of a turn.
 
         Args:
@@ -744,8 +735,8 @@ class TurnEncoder:
             text: the text of the turn, from `_render_turn`.
 
         Returns:
-            Start and end of each content, in characters. Contents that the template changes are
-            not found.
+            Start and end of each content, in characters; none if the template changes what it
+            writes around contents with the contents.
         """
         # Rendering probes instead of the contents shows what the template writes around them.
         probes = []
@@ -753,32 +744,26 @@ class TurnEncoder:
             is_text = isinstance(message["content"], str)
             probe = _PROBE if is_text else [{"type": "text", "text": _PROBE}]
             probes.append({**message, "content": probe})
-        separators = self._render_turn(probes)[0].split(_PROBE)
-        if len(separators) != len(messages) + 1 or not text.startswith(separators[0]):
+        first, *separators = map(re.escape, self._render_turn(probes)[0].split(_PROBE))
+        if len(separators) != len(messages):
             return []
 
-        spans = []  # role, start and end
-        start = len(separators[0])
-        for message, separator in zip(messages[:-1], separators[1:-1], strict=True):
-            # A content may itself contain the separator, which is therefore searched for after it.
+        parts = []
+        for message, separator in zip(messages, separators, strict=True):
+            # A content may itself contain what is written behind it, so the content is tried first.
             content = message["content"]
-            search_start = start
-            if isinstance(content, str) and text.startswith(content, start):
-                search_start += len(content)
-            end = text.find(separator, search_start)
-            if end < 0:
-                return []
-            spans.append((message["role"], start, end))
-            start = end + len(separator)
-        # The last separator is the end of the text, so it is not searched for.
-        end = len(text) - len(separators[-1])
-        if text.endswith(separators[-1]) and start <= end:
-            spans.append((messages[-1]["role"], start, end))
-        return [(start, end) for role, start, end in spans if role in self.echo_roles]
+            exact = re.escape(content) if isinstance(content, str) else ""
+            parts.append(f"({exact}.*?|.*?){separator}")
+        # Earlier parts are atomic groups, so that matching takes linear time.
+        *earlier, last = parts
+        pattern = "".join((first, *(f"(?>{part})" for part in earlier), last))
+        match = re.fullmatch(pattern, text, re.DOTALL)
+        if match is None:
+            return []
+        roles = enumerate((message["role"] for message in messages), start=1)
+        return [match.span(group) for group, role in roles if role in self.echo_roles]
 
-    def escape_messages(
-        self, messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[Any]]:
+    def escape_messages(self, messages: Messages) -> tuple[list[dict[str, Any]], list[Any]]:
         """Escape the texts of messages by `escape_text`, and collect their images.
 
         Args:
@@ -787,8 +772,8 @@ class TurnEncoder:
         Returns:
             The messages with escaped texts and empty image parts, and the images in order.
         """
-        escaped: list[dict[str, Any]] = []
-        pictures: list[Any] = []
+        escaped = []
+        pictures = []
         for message in messages:
             content = message["content"]
             if isinstance(content, str):
@@ -797,11 +782,9 @@ class TurnEncoder:
             # The pixels of an image are no text for the template, so its part is left empty.
             parts = []
             for part in content:
-                escaped_part = {"type": part["type"]}
-                text = self.escape_text(part.get("text", ""))
-                if text:
-                    escaped_part["text"] = text
-                parts.append(escaped_part)
+                parts.append({"type": part["type"]})
+                if part.get("text"):
+                    parts[-1]["text"] = self.escape_text(part["text"])
                 if part["type"] == "image":
                     pictures.append(part.get("image"))
             escaped.append({**message, "content": parts})
@@ -848,7 +831,7 @@ class TurnEncoder:
                 fix=f"{_FIX_TEMPLATE} this role.",
             )
 
-    def _render_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+    def _render_turn(self, messages: Messages) -> tuple[str, bool]:
         """Render the text that a turn of tools or the user adds after a turn of the model.
 
         Args:
@@ -873,9 +856,7 @@ class TurnEncoder:
         closing_text = closed_turn.rpartition(_STAND_IN)[2]
         return added_text, bool(closing_text.strip())
 
-    def _render_after_calls(
-        self, user: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
-    ) -> str:
+    def _render_after_calls(self, user: Mapping[str, Any], messages: Messages) -> str:
         """Render the text that responses of tools add after a turn with their calls.
 
         Some templates take a tool's response only after the model's call, whose name they repeat.
@@ -890,8 +871,7 @@ class TurnEncoder:
         calls = []
         for message in messages:
             function = {"name": message["name"], "arguments": {_STAND_IN: _STAND_IN}}
-            call = {"id": message["tool_call_id"], "type": "function", "function": function}
-            calls.append(call)
+            calls.append({"id": message["tool_call_id"], "type": "function", "function": function})
         calling_turn = {"role": "assistant", "content": "", "tool_calls": calls}
         after = self._render([user, calling_turn, *messages]).rpartition(_STAND_IN)[2]
         # The end of the call follows the stand-in; the next special token begins the response.
@@ -901,7 +881,7 @@ class TurnEncoder:
 
     def _render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         schemas: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
     ) -> str:

@@ -147,45 +147,31 @@ def guard_users_code(limit_s: float) -> Iterator[None]:
     """
     _process_state.enter()
     is_over = threading.Event()
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        """Raise an error if the signal has interrupted users' code; an engine may go on."""
+        place = place_of(frame, is_users=True)
+        if place:
+            raise TimeoutError(
+                f"the loop blocks all conversations for {limit_s:g} s{place}; it should `await`"
+            )
+
+    def watch(loop: asyncio.AbstractEventLoop) -> None:
+        """Send the signal to the main thread whenever its loop does not respond in time."""
+        while not is_over.wait(limit_s / 4):
+            # A loop that is not blocked calls the function at once.
+            has_responded = threading.Event()
+            loop.call_soon_threadsafe(has_responded.set)
+            if not has_responded.wait(limit_s) and not is_over.is_set():
+                signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+
     if threading.current_thread() is threading.main_thread():
         # The handler stays after the batch: by default, a signal that comes late ends the process.
-        signal.signal(_SIGNAL, lambda _, frame: _raise_in_users_code(frame, limit_s))
-        arguments = (asyncio.get_running_loop(), is_over, limit_s)
-        threading.Thread(target=_watch, args=arguments, daemon=True).start()
+        signal.signal(_SIGNAL, interrupt)
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=watch, args=(loop,), daemon=True).start()
     try:
         yield
     finally:
         is_over.set()
         _process_state.leave()
-
-
-def _watch(loop: asyncio.AbstractEventLoop, is_over: threading.Event, limit_s: float) -> None:
-    """Send a signal to the main thread whenever the loop does not respond for `limit_s` seconds.
-
-    Args:
-        loop: the event loop of the main thread.
-        is_over: set when the batch is over, which ends this function.
-        limit_s: the limit, in seconds.
-    """
-    while not is_over.wait(limit_s / 4):
-        # A loop that is not blocked calls the function at once.
-        has_responded = threading.Event()
-        loop.call_soon_threadsafe(has_responded.set)
-        if not has_responded.wait(limit_s) and not is_over.is_set():
-            signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
-
-
-def _raise_in_users_code(frame: FrameType | None, limit_s: float) -> None:
-    """Raise a TimeoutError if the signal has interrupted users' code.
-
-    An engine is not interrupted: it may compute for as long as it needs.
-
-    Args:
-        frame: the interrupted frame.
-        limit_s: the limit, in seconds, for the message.
-    """
-    place = place_of(frame, is_users=True)
-    if place:
-        raise TimeoutError(
-            f"the loop blocks all conversations for {limit_s:g} s{place}; it should `await`"
-        )

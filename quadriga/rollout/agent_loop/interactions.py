@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from quadriga.config.multi_turn import InteractionFile, read_tool_file
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread, as_text, end_use
-from quadriga.rollout.agent_loop.tools import load_class
+from quadriga.rollout.agent_loop.tools import load_class, without_none
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,7 @@ class UserSimulator:
         self._make = interactions[self.name]
         self._thread = thread
         self._timeout_s = timeout_s
-        # In a parquet file each row has the keys of all rows, with None for those it did not have.
-        self._kwargs = {key: value for key, value in kwargs.items() if value is not None}
+        self._kwargs = without_none(kwargs)
         del self._kwargs["name"]
 
     async def __aenter__(self) -> "UserSimulator":
@@ -130,7 +129,7 @@ class UserSimulator:
         where = f"interaction {self.name}, generate_response"
         if not isinstance(reply, Reply):
             got = f"a response of type {type(reply).__name__}"
-            raise ToolFailedError(where, got=got, expected="a Reply(text, score, is_over)")
+            raise ToolFailedError(where, got, expected="a Reply(text, score, is_over)")
         score = None if reply.score is None else float(reply.score)
         return Reply(as_text(reply.text, where), score, bool(reply.is_over))
 
@@ -153,7 +152,7 @@ def load_interactions(path: str) -> Interactions:
     for entry in read_tool_file(path, InteractionFile).interaction:
         if entry.name in interactions:
             got = f"two interactions with the name {entry.name!r}"
-            raise ConfigError(where, got=got, expected="a different name for each interaction")
+            raise ConfigError(where, got, expected="a different name for each interaction")
         user_class = load_class(entry.class_name, folder, Interaction, where)
         interactions[entry.name] = user_class.maker(entry.name, entry.config)
     return interactions

@@ -34,7 +34,7 @@ from quadriga.rollout.agent_loop.conversation import Conversation, ConversationO
 from quadriga.rollout.agent_loop.interactions import Interactions, UserSimulator
 from quadriga.rollout.agent_loop.parsers import PARSERS, Parser, ToolCall
 from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolResult, ToolThread
-from quadriga.rollout.agent_loop.tools import ToolSpec, load_class
+from quadriga.rollout.agent_loop.tools import ToolSpec, load_class, require_methods
 from quadriga.rollout.environments.pool import EnvironmentPool
 from quadriga.user_file import import_file
 
@@ -93,15 +93,8 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
 
         def add(cls: LoopClass) -> LoopClass:
             where = f"register({name!r})"
+            require_methods(cls, AgentLoop, where, RolloutError)
             class_name = cls.__qualname__
-            missing = sorted(cls.__abstractmethods__)
-            if missing:
-                raise RolloutError(
-                    where,
-                    got=f"{class_name}, a class without {', '.join(missing)}",
-                    expected="each abstract method of AgentLoop",
-                    fix=f"Write {class_name}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}.",
-                )
             # A file that is loaded again defines its classes anew, so a class of the same module and
             # name may replace the registered one.
             registered = self.get(name, cls)
@@ -224,13 +217,12 @@ class ToolAgent(AgentLoop):
         Raises:
             ConversationOver: a limit is reached, or the user simulator has ended the conversation.
         """
-        schemas = {}
-        for name, spec in self.services.tools.items():
-            schemas[name] = spec.schema["function"]["parameters"]
+        tools_by_name = self.services.tools
+        parameters = {name: spec.parameters for name, spec in tools_by_name.items()}
         while True:
             turn = await chat.generate()
             # Without tools, text that looks like a call is only text.
-            calls = self.parser(turn.text, schemas) if schemas else []
+            calls = self.parser(turn.text, parameters) if parameters else []
             if calls:
                 await self._call_tools(chat, turn, calls, tools)
             elif user is not None:
@@ -260,9 +252,11 @@ class ToolAgent(AgentLoop):
         # Calls may have effects: none is made whose response could not be appended.
         chat.require_turns_left()
         responses = await tools.call_all(calls)
-        messages = tool_messages(chat, responses)
-        seconds = time.perf_counter() - started
-        chat.append(messages, tool_responses=responses, seconds=seconds)
+        chat.append(
+            tool_messages(chat, responses),
+            tool_responses=responses,
+            seconds=time.perf_counter() - started,
+        )
 
     async def _ask_user(self, chat: Conversation, user: UserSimulator) -> None:
         """Append the reply of the user simulator, and record its score of the model's turn.
@@ -281,8 +275,8 @@ class ToolAgent(AgentLoop):
             chat.turn_scores.append(reply.score)
         if reply.is_over:
             raise ConversationOver("interaction")
-        message = {"role": "user", "content": reply.text}
-        chat.append([message], seconds=time.perf_counter() - started)
+        messages = [{"role": "user", "content": reply.text}]
+        chat.append(messages, seconds=time.perf_counter() - started)
 
 
 def parser_of(name: str) -> Parser:
@@ -313,14 +307,12 @@ def tool_messages(chat: Conversation, responses: Sequence[ToolResult]) -> list[d
     """
     # Templates may need an id for each call: its number among the calls of the conversation.
     first_number = sum(len(earlier.tool_responses) for earlier in chat.turns)
-    messages = []
-    for number, response in enumerate(responses, first_number):
-        messages.append(
-            {
-                "role": "tool",
-                "name": response.name or "unknown",
-                "tool_call_id": f"call{number:05d}",
-                "content": response.content,
-            }
-        )
-    return messages
+    return [
+        {
+            "role": "tool",
+            "name": response.name or "unknown",
+            "tool_call_id": f"call{number:05d}",
+            "content": response.content,
+        }
+        for number, response in enumerate(responses, first_number)
+    ]

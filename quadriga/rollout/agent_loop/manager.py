@@ -14,12 +14,13 @@ Legend: B conversations, P prompt positions (padded left), T response positions 
 import asyncio
 import json
 import logging
+import math
 import os
 import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,7 +60,7 @@ from quadriga.rollout.agent_loop.loops import (
     ToolAgent,
     load_loops,
 )
-from quadriga.rollout.agent_loop.mcp_servers import Server, server_tools
+from quadriga.rollout.agent_loop.mcp_servers import server_tools
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_tools, function_tools
 from quadriga.rollout.environments.loop import EnvironmentAgent
@@ -138,12 +139,11 @@ class AgentLoopManager:
             prompt_tokens=prompt_length,
             response_tokens=response_length,
             total_tokens=config.max_model_len or prompt_length + response_length,
-            assistant_turns=turns.max_assistant_turns,
-            user_turns=turns.max_user_turns,
+            assistant_turns=turns.max_assistant_turns or math.inf,
+            user_turns=turns.max_user_turns or math.inf,
         )
         self._thread = ToolThread()
         self._environments = environments
-        self._servers: list[Server] = []
         self._runner = asyncio.Runner()
         self._loops: dict[str, AgentLoop] = {}
         self._num_failed_in_a_row = 0
@@ -151,7 +151,7 @@ class AgentLoopManager:
         try:
             if config.agent.agent_loop_path is not None:
                 load_loops(config.agent.agent_loop_path)
-            tools = load_tools(turns, self._thread, self._servers, log_dir)
+            tools = load_tools(turns, self._thread, log_dir)
             interactions = {}
             if turns.enable and turns.interaction_config_path:
                 interactions = load_interactions(turns.interaction_config_path)
@@ -166,11 +166,11 @@ class AgentLoopManager:
 
         Each process starts its own servers, but all processes return the same text.
         """
-        if not self._servers:
+        servers = self._thread.servers
+        if not servers:
             return ""
-        text = f"MCP servers {', '.join(server.name for server in self._servers)}"
-        programs = [server for server in self._servers if server.entry.command is not None]
-        for folder in {server.log.parent for server in programs}:
+        text = f"MCP servers {', '.join(server.name for server in servers)}"
+        for folder in {server.log.parent for server in servers if server.entry.command is not None}:
             text += f"; standard error in {folder}/mcp-*.log"
         return text
 
@@ -278,7 +278,7 @@ class AgentLoopManager:
 
     def close(self) -> None:
         """Stop the MCP servers, the thread in which tools run, and the environments."""
-        close_tools(self._thread, self._servers)
+        self._thread.close()
         off_the_loop(self._runner.close)
         # Only now: conversations that the runner has cancelled still had to leave their episodes.
         if self._environments is not None:
@@ -369,14 +369,13 @@ class AgentLoopManager:
 
 
 def load_tools(
-    turns: MultiTurnConfig, thread: ToolThread, servers: list[Server], log_dir: Path | None
+    turns: MultiTurnConfig, thread: ToolThread, log_dir: Path | None
 ) -> dict[str, ToolSpec]:
     """Load the tools of a configuration, which has none if `multi_turn.enable` is false.
 
     Args:
         turns: `actor_rollout_ref.rollout.multi_turn`.
-        thread: thread in which MCP servers are reached.
-        servers: list to which each started or reached server is added; `close_tools` stops them.
+        thread: thread in which MCP servers are reached, and which stops them when it is closed.
         log_dir: see `AgentLoopManager`.
 
     Returns:
@@ -387,32 +386,20 @@ def load_tools(
         RolloutError: a function cannot be a tool, or a server cannot be reached.
     """
     # The order of the tools is that in which the prompt describes them.
-    specs: list[ToolSpec] = []
+    specs = []
     if turns.enable and turns.function_tool_path:
         specs += function_tools(turns.function_tool_path)
     if turns.enable and turns.tool_config_path:
         specs += class_tools(turns.tool_config_path)
-        specs += server_tools(turns.tool_config_path, thread, servers, log_dir)
-    tools: dict[str, ToolSpec] = {}
+        specs += server_tools(turns.tool_config_path, thread, log_dir)
+    tools = {}
     for spec in specs:
         if spec.name in tools:
             where = "actor_rollout_ref.rollout.multi_turn, tools"
             got = f"two with the name {spec.name!r}"
-            raise ConfigError(where, got=got, expected="a different name for each tool")
+            raise ConfigError(where, got, expected="a different name for each tool")
         tools[spec.name] = spec
     return tools
-
-
-def close_tools(thread: ToolThread, servers: list[Server]) -> None:
-    """Stop MCP servers, and the thread in which tools run.
-
-    Args:
-        thread: the thread that `load_tools` used.
-        servers: the servers that `load_tools` added; empty afterwards.
-    """
-    while servers:
-        thread.submit(servers.pop().close()).result()
-    thread.close()
 
 
 def offered_tools(config: RolloutConfig) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]:
@@ -428,13 +415,8 @@ def offered_tools(config: RolloutConfig) -> tuple[tuple[dict[str, Any], ...], fr
     """
     if not config.multi_turn.enable:
         return (), frozenset()
-    thread = ToolThread()
-    servers: list[Server] = []
-    with TemporaryDirectory(prefix="quadriga-") as log_dir:
-        try:
-            tools = load_tools(config.multi_turn, thread, servers, Path(log_dir))
-        finally:
-            close_tools(thread, servers)
+    with TemporaryDirectory(prefix="quadriga-") as log_dir, closing(ToolThread()) as thread:
+        tools = load_tools(config.multi_turn, thread, Path(log_dir))
     if tools and config.agent.agent_loop_path is not None:
         load_loops(config.agent.agent_loop_path)
     agents = frozenset(name for name, loop in REGISTRY.items() if loop.offers_tools)
@@ -551,11 +533,10 @@ def to_batch(
     """
     # `Conversation.images` computes positions at each call, so it is read once.
     images = [chat.images for chat in chats]
-    prompts = _prompt_columns(chats, limits.prompt_tokens, pad_token_id)
-    position_ids = _position_ids(chats, images, limits, pad_token_id)
-    prompts["position_ids"] = position_ids[..., : limits.prompt_tokens]
+    prompts = _prompt_columns(chats, images, limits, pad_token_id)
+    position_ids = prompts["position_ids"]
     tensors = append_responses(
-        prompts,
+        prompts | {"position_ids": position_ids[..., : limits.prompt_tokens]},
         [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats],
         limits.response_tokens,
         pad_token_id,
@@ -570,9 +551,6 @@ def to_batch(
         tensors["echo_mask"] = echo_mask
 
     non_tensors = _conversation_columns(chats)
-    if all("rollout_id" in chat.sample.columns for chat in chats):
-        ids = [chat.sample.columns["rollout_id"] for chat in chats]
-        non_tensors["rollout_id"] = object_array(ids)
     if chats and chats[0].processor is not None:
         inputs = [{} if shown is None else shown.inputs for shown in images]
         non_tensors["multi_modal_inputs"] = object_array(inputs)
@@ -582,65 +560,59 @@ def to_batch(
 
 
 def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray]:
-    """Columns of objects [B] that describe the course of each conversation."""
+    """Columns of objects [B] that describe the course of each conversation, and `rollout_id`."""
     columns = {"num_turns": object_array(len(chat.turns) for chat in chats)}
     for name in _CONVERSATION_COLUMNS:
         columns[name] = object_array(getattr(chat, name) for chat in chats)
+    if all("rollout_id" in chat.sample.columns for chat in chats):
+        columns["rollout_id"] = object_array(chat.sample.columns["rollout_id"] for chat in chats)
     return columns
 
 
 def _prompt_columns(
-    chats: Sequence[Conversation], prompt_length: int, pad_token_id: int
-) -> dict[str, torch.Tensor]:
-    """Make the columns `input_ids` and `attention_mask` [B, P] of the prompts, padded on the left.
-
-    Args:
-        chats: B conversations.
-        prompt_length: P.
-        pad_token_id: fills the prompts.
-    """
-    input_ids = torch.full((len(chats), prompt_length), pad_token_id, dtype=torch.int64)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, chat in enumerate(chats):
-        start = prompt_length - len(chat.prompt_ids)
-        if start < 0:
-            got = f"{len(chat.prompt_ids)} tokens"
-            raise RolloutError(f"prompt of row {row}", got=got, expected=f"at most {prompt_length}")
-        input_ids[row, start:] = torch.tensor(chat.prompt_ids)
-        attention_mask[row, start:] = 1
-    return {"input_ids": input_ids, "attention_mask": attention_mask}
-
-
-def _position_ids(
     chats: Sequence[Conversation],
     images: Sequence[Images | None],
     limits: LengthLimits,
     pad_token_id: int,
-) -> torch.Tensor:
-    """Positions of prompts and responses; 0 on the left padding.
+) -> dict[str, torch.Tensor]:
+    """Make the columns of the prompts, padded on the left, and the positions of all tokens.
 
     Args:
         chats: B conversations.
         images: images of each conversation, with the positions of its tokens; None: text.
         limits: P and T.
-        pad_token_id: token of the padding on the right.
+        pad_token_id: fills the prompts on the left and the responses on the right.
 
     Returns:
-        [B, P + T], or [B, 3, P + T] of a vision-language model.
+        `input_ids` and `attention_mask` [B, P]; `position_ids` [B, P + T], or [B, 3, P + T] of a
+        vision-language model, 0 on the padding of prompts.
     """
     num_axes = chats[0].sample.num_axes if chats else 1
     length = limits.prompt_tokens + limits.response_tokens
+    input_ids = torch.full((len(chats), limits.prompt_tokens), pad_token_id)
+    attention_mask = torch.zeros_like(input_ids)
     positions = torch.zeros(len(chats), num_axes, length, dtype=torch.int64)
     for row, (chat, shown) in enumerate(zip(chats, images, strict=True)):
         start = limits.prompt_tokens - len(chat.prompt_ids)
-        num_tokens = length - start
+        if start < 0:
+            raise RolloutError(
+                f"prompt of row {row}",
+                got=f"{len(chat.prompt_ids)} tokens",
+                expected=f"at most {limits.prompt_tokens}",
+            )
+        input_ids[row, start:] = torch.tensor(chat.prompt_ids)
+        attention_mask[row, start:] = 1
         if shown is None:
-            positions[row, :, start:] = torch.arange(num_tokens)
+            positions[row, :, start:] = torch.arange(length - start)
         else:
             # Positions of the padding on the right go on behind those of the last token.
-            padding = [pad_token_id] * (num_tokens - shown.position_ids.shape[1])
+            padding = [pad_token_id] * (length - start - shown.position_ids.shape[1])
             positions[row, :, start:] = shown.followed_by(padding).position_ids.cpu()
-    return positions[:, 0] if num_axes == 1 else positions
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": positions[:, 0] if num_axes == 1 else positions,
+    }
 
 
 def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metric]:

@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -27,7 +28,13 @@ from quadriga.config.multi_turn import ServerEntry, read_tool_file
 from quadriga.errors import RolloutError
 from quadriga.http_client import PROXY_FIX, direct_client, is_loopback, proxy_route, proxy_trouble
 from quadriga.rollout.agent_loop.tool_calls import ToolThread
-from quadriga.rollout.agent_loop.tools import ToolError, ToolSpec, as_tool, validator_of
+from quadriga.rollout.agent_loop.tools import (
+    ToolError,
+    ToolSpec,
+    as_tool,
+    function_schema,
+    validator_of,
+)
 
 START_S = 60.0  # time limit for the start of a server, and for its end
 # The defaults of the package `mcp`.
@@ -38,28 +45,18 @@ LEAST_VERSION = 2  # of the package `mcp`
 _SHOWN_BYTES = 1500  # of a server's standard error, in an error
 
 
+@dataclass
 class Server:
-    """An MCP server. Its methods run in the tool thread.
+    """An MCP server. Its methods run in the tool thread."""
 
-    Args:
-        name: name of the server in the file of tools.
-        entry: its entry: a program to start, or a URL to reach.
-        folder: working directory of the program, if its entry has none.
-        log: file for the standard error of the program.
-        package: the module `mcp`.
-    """
-
-    def __init__(
-        self, name: str, entry: ServerEntry, folder: Path, log: Path, package: Any
-    ) -> None:
-        self.name = name
-        self.entry = entry
-        self.folder = folder
-        self.log = log
-        self._package = package
-        self._session: Any = None
-        self._task: asyncio.Task[None] | None = None
-        self._closing = asyncio.Event()
+    name: str  # in the file of tools
+    entry: ServerEntry  # of the file: a program to start, or a URL to reach
+    folder: Path  # working directory of the program, if its entry has none
+    log: Path  # file for the standard error of the program
+    package: Any  # the module `mcp`
+    session: Any = None  # `mcp.ClientSession`, once connected
+    task: asyncio.Task[None] | None = None  # holds the connection open
+    closing: asyncio.Event = field(default_factory=asyncio.Event)  # ends the task
 
     async def connect(self) -> list[ToolSpec]:
         """Start or reach the server, and return its tools.
@@ -73,13 +70,13 @@ class Server:
             raise self._error(f"{trouble}, through {route}", "a proxy that can be used", PROXY_FIX)
         # `_serve` sets the result to the server's tools.
         tools_future: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.ensure_future(self._serve(tools_future))
+        self.task = asyncio.ensure_future(self._serve(tools_future))
         await asyncio.wait(
-            {self._task, tools_future}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED
+            {self.task, tools_future}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED
         )
         if not tools_future.done():
-            got = self._start_failure(self._task)
-            self._task.cancel()
+            got = self._start_failure(self.task)
+            self.task.cancel()
             command = self.entry.url or " ".join([self.entry.command or "", *self.entry.args])
             raise self._error(got, "a server of tools", f"Try it alone: {command}.")
 
@@ -98,9 +95,9 @@ class Server:
 
     async def close(self) -> None:
         """End the connection, and the program if it was started."""
-        if self._task is not None:
-            self._closing.set()
-            await asyncio.wait({self._task}, timeout=START_S)
+        if self.task is not None:
+            self.closing.set()
+            await asyncio.wait({self.task}, timeout=START_S)
 
     @staticmethod
     def _start_failure(task: "asyncio.Task[None]") -> str:
@@ -117,10 +114,9 @@ class Server:
         parameters.pop("title", None)
         parameters.pop("$schema", None)
         description = tool.description or tool.title or tool.name
-        function = {"name": tool.name, "description": description, "parameters": parameters}
+        schema = function_schema(tool.name, description, parameters)
         # All conversations share one session, so that objects have no state of their own.
         make = as_tool(partial(self._call_tool, tool.name))
-        schema = {"type": "function", "function": function}
         return ToolSpec(make, schema, validator_of(parameters), options={})
 
     async def _call_tool(self, tool: str, /, **arguments: Any) -> str:
@@ -130,12 +126,12 @@ class Server:
             ToolError: the tool refused the call.
             RolloutError: the server ended, or the call failed.
         """
-        if self._task is None or self._task.done():
+        if self.task is None or self.task.done():
             raise self._error("a server that has ended", "one that runs")
-        call = asyncio.ensure_future(self._session.call_tool(tool, arguments))
+        call = asyncio.ensure_future(self.session.call_tool(tool, arguments))
         try:
             # A call of the library waits forever if the server ends, but the server's task ends.
-            await asyncio.wait({call, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({call, self.task}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise self._error(f"its end during a call of {tool}", "a response")
             error = call.exception()
@@ -174,18 +170,18 @@ class Server:
                 connect = import_module("mcp.client.streamable_http").streamable_http_client
                 transport = connect(self.entry.url, http_client=client)
             streams = await stack.enter_async_context(transport)
-            session = self._package.ClientSession(streams[0], streams[1])
-            self._session = await stack.enter_async_context(session)
-            await self._session.initialize()
-            response = await self._session.list_tools()
+            session = self.package.ClientSession(streams[0], streams[1])
+            self.session = await stack.enter_async_context(session)
+            await self.session.initialize()
+            response = await self.session.list_tools()
             tools_future.set_result(list(response.tools))
-            await self._closing.wait()
+            await self.closing.wait()
 
     def _start_program(self, stack: contextlib.AsyncExitStack) -> Any:
         """Return a transport to the program, which starts when the transport is entered."""
         entry = self.entry
         environment = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
-        parameters = self._package.StdioServerParameters(
+        parameters = self.package.StdioServerParameters(
             # "python" means the interpreter of this process, which has the same packages.
             command=sys.executable if entry.command == "python" else entry.command,
             args=entry.args,
@@ -202,18 +198,15 @@ class Server:
         if self.log.is_file():
             tail = self.log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip()
             fix = f"{fix} Its standard error ({self.log}) ends with:\n{tail or 'nothing'}\n"
-        return RolloutError(f"MCP server {self.name}", got=got, expected=expected, fix=fix)
+        return RolloutError(f"MCP server {self.name}", got, expected, fix)
 
 
-def server_tools(
-    path: str, thread: ToolThread, servers: list[Server], log_dir: Path | None
-) -> list[ToolSpec]:
+def server_tools(path: str, thread: ToolThread, log_dir: Path | None) -> list[ToolSpec]:
     """Start or reach the MCP servers of a YAML file, and return their tools.
 
     Args:
         path: the file of tools.
-        thread: the thread in which the servers are reached.
-        servers: list to which each server is added before it is reached.
+        thread: the thread in which the servers are reached, and which stops them when it is closed.
         log_dir: folder for the standard error of each program, `mcp-NAME.HOST-PID.log`. None: a
             temporary folder.
 
@@ -225,7 +218,7 @@ def server_tools(
         RolloutError: the package `mcp` is missing or too old, or a server cannot be reached.
     """
     entries = read_tool_file(path).mcp_servers
-    tools: list[ToolSpec] = []
+    tools = []
     if not entries:
         return tools
     where = "mcp_servers"
@@ -236,8 +229,7 @@ def server_tools(
         raise RolloutError(where, got=str(error), expected="the package mcp", fix=fix) from error
     installed = version("mcp")
     if int(installed.partition(".")[0]) < LEAST_VERSION:
-        expected = f"mcp {LEAST_VERSION} or later"
-        raise RolloutError(where, got=f"mcp {installed}", expected=expected)
+        raise RolloutError(where, f"mcp {installed}", expected=f"mcp {LEAST_VERSION} or later")
     folder = Path(path).expanduser().resolve().parent
     if log_dir is None:
         log_dir = Path(tempfile.mkdtemp(prefix="quadriga-"))
@@ -246,6 +238,6 @@ def server_tools(
         process = f"{socket.gethostname()}-{os.getpid()}"
         log = log_dir / f"mcp-{name.replace(os.sep, '_')}.{process}.log"
         server = Server(name, entry, folder, log, package)
-        servers.append(server)
+        thread.servers.append(server)
         tools += thread.submit(server.connect()).result()
     return tools

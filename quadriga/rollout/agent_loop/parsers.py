@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 # JSON schema of the arguments of each tool, by the name of the tool.
@@ -43,84 +44,82 @@ class ToolCall:
     arguments: dict[str, Any] = field(default_factory=dict)  # by name; empty if they cannot be read
     problem: str = ""  # why the call cannot be read; "" if it can
 
+    @property
+    def arguments_text(self) -> str:
+        """The arguments as JSON."""
+        return json.dumps(self.arguments, ensure_ascii=False, default=str)
+
 
 Parser: TypeAlias = Callable[[str, Schemas], list[ToolCall]]
 
 
-def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse calls that are JSON objects between tags, as Qwen and many others write them.
+class _UnreadableError(Exception):
+    """A call cannot be read. Arguments: name of the tool if known, problem, text with the problem."""
+
+
+def _parse_blocks(
+    parse: Callable[[str, Schemas], ToolCall], expected_form: str, text: str, schemas: Schemas
+) -> list[ToolCall]:
+    """Parse the calls between the tags `<tool_call>` and `</tool_call>`.
 
     Args:
+        parse: makes a call of the text between the tags, or raises an `_UnreadableError`.
+        expected_form: what the model should write, for the problem of a call.
         text: the model's turn.
-        schemas: not used: JSON has types.
+        schemas: schemas of the arguments, by the name of the tool.
 
     Returns:
         The calls in their order.
     """
-    expected_form = 'expected <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
     calls = []
     for body, end in _BLOCK.findall(text):
-        if not end:
-            calls.append(_unreadable("the tool call is not closed", body, expected_form))
-            continue
-        content = _from_json(body, "the tool call is", expected_form)
-        if isinstance(content, ToolCall):
-            calls.append(content)
-            continue
-        name = content.get("name") if isinstance(content, dict) else None
-        if name and isinstance(name, str):
-            calls.append(_call_with_arguments(name, content.get("arguments", {}), expected_form))
-        else:
-            calls.append(_unreadable("the tool call has no name", body, expected_form))
+        try:
+            if not end:
+                raise _UnreadableError("", "the tool call is not closed", body)
+            calls.append(parse(body, schemas))
+        except _UnreadableError as error:
+            calls.append(_call_with_problem(error, expected_form))
     return calls
 
 
-def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse calls with tags for the function and each parameter, as Qwen3-Coder writes them.
+def _call_with_problem(error: _UnreadableError, expected_form: str) -> ToolCall:
+    """Make the `ToolCall` of a call that cannot be read, which shows the beginning of its text."""
+    name, problem, text = error.args
+    shown = text.strip()
+    if len(shown) > _MAX_SHOWN_CHARACTERS:
+        shown = f"{shown[:_MAX_SHOWN_CHARACTERS]}..."
+    return ToolCall(name, problem=f"{problem}: {shown}; {expected_form}")
 
-    Args:
-        text: the model's turn.
-        schemas: types of the arguments, by the name of the tool.
 
-    Returns:
-        The calls in their order.
-    """
-    expected_form = "expected <tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>"
-    calls = []
-    for body, end in _BLOCK.findall(text):
+def _parse_hermes(body: str, schemas: Schemas) -> ToolCall:
+    """Parse a call that is a JSON object, as Qwen and many others write it."""
+    content = _from_json("", body, "the tool call is")
+    name = content.get("name") if isinstance(content, dict) else None
+    if not name or not isinstance(name, str):
+        raise _UnreadableError("", "the tool call has no name", body)
+    return _call_with_arguments(name, content.get("arguments", {}))
+
+
+def _parse_qwen3_coder(body: str, schemas: Schemas) -> ToolCall:
+    """Parse a call with tags for the function and each parameter, as Qwen3-Coder writes it."""
+    function = _FUNCTION.search(body)
+    if function is None:
+        return _tagged_call("", [], body, schemas)
+    # The model writes a value between two line breaks, which are not part of it.
+    pairs = [
+        (key, value.removeprefix("\n").removesuffix("\n"))
+        for key, value in _PARAMETER.findall(function[2])
+    ]
+    return _tagged_call(function[1].strip(), pairs, body, schemas)
+
+
+def _parse_glm(body: str, schemas: Schemas) -> ToolCall:
+    """Parse a call with tags for each key and value, as GLM 4.5 and later write it."""
+    name = body.partition("<arg_key>")[0].strip()
+    if "\n" in name:  # text, not a name
         name = ""
-        pairs = []
-        function = _FUNCTION.search(body)
-        if function:
-            name = function[1].strip()
-            for key, value in _PARAMETER.findall(function[2]):
-                # The model writes a value between two line breaks, which are not part of it.
-                pairs.append((key, value.removeprefix("\n").removesuffix("\n")))
-        calls.append(_tagged_call(name, pairs, body, end, expected_form, schemas))
-    return calls
-
-
-def glm(text: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse calls with tags for each key and value, as GLM 4.5 and later write them.
-
-    Args:
-        text: the model's turn.
-        schemas: types of the arguments, by the name of the tool.
-
-    Returns:
-        The calls in their order.
-    """
-    expected_form = (
-        "expected <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"
-    )
-    calls = []
-    for body, end in _BLOCK.findall(text):
-        name = body.partition("<arg_key>")[0].strip()
-        if "\n" in name:  # text, not a name
-            name = ""
-        pairs = [(key, value) for key, value, is_closed in _PAIR.findall(body) if is_closed]
-        calls.append(_tagged_call(name, pairs, body, end, expected_form, schemas))
-    return calls
+    pairs = [(key, value) for key, value, is_closed in _PAIR.findall(body) if is_closed]
+    return _tagged_call(name, pairs, body, schemas)
 
 
 def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
@@ -137,93 +136,85 @@ def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
     calls = []
     for name, has_body, body in _HARMONY.findall(text):
         # Without a body it is the model's mention of a recipient, and no call.
-        if has_body:
-            arguments = _from_json(body or "{}", "the tool call is", expected_form, name)
-            calls.append(_call_with_arguments(name, arguments, expected_form))
+        if not has_body:
+            continue
+        try:
+            arguments = _from_json(name, body or "{}", "the tool call is")
+            calls.append(_call_with_arguments(name, arguments))
+        except _UnreadableError as error:
+            calls.append(_call_with_problem(error, expected_form))
     return calls
 
 
 # By `multi_turn.format`. A file of agent loops may add parsers.
 PARSERS: dict[str, Parser] = {
-    "hermes": hermes,
-    "qwen3_coder": qwen3_coder,
-    "glm": glm,
+    "hermes": partial(
+        _parse_blocks,
+        _parse_hermes,
+        'expected <tool_call>{"name": ..., "arguments": {...}}</tool_call>',
+    ),
+    "qwen3_coder": partial(
+        _parse_blocks,
+        _parse_qwen3_coder,
+        "expected <tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>",
+    ),
+    "glm": partial(
+        _parse_blocks,
+        _parse_glm,
+        "expected <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>",
+    ),
     "gpt-oss": gpt_oss,
 }
 
 
-def _unreadable(problem: str, text: str, expected_form: str, name: str = "") -> ToolCall:
-    """Make a call that cannot be read.
+def _from_json(name: str, text: str, subject: str) -> Any:
+    """Decode JSON.
 
     Args:
-        problem: why it cannot be read.
-        text: the text that the model wrote, of which the problem shows the beginning.
-        expected_form: the expected form, which the problem shows.
         name: name of the tool; "" if it is not known.
-    """
-    shown = text.strip()
-    if len(shown) > _MAX_SHOWN_CHARACTERS:
-        shown = f"{shown[:_MAX_SHOWN_CHARACTERS]}..."
-    return ToolCall(name, problem=f"{problem}: {shown}; {expected_form}")
-
-
-def _from_json(text: str, subject: str, expected_form: str, name: str = "") -> Any:
-    """Decode JSON. A text that is no JSON becomes a `ToolCall` with the problem.
-
-    Args:
         text: the text.
         subject: beginning of the problem, such as "the tool call is".
-        expected_form: the expected form, for the problem.
-        name: name of the tool; "" if it is not known.
+
+    Raises:
+        _UnreadableError: the text is no JSON.
     """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        return _unreadable(f"{subject} not JSON ({error})", text, expected_form, name)
+        raise _UnreadableError(name, f"{subject} not JSON ({error})", text) from error
 
 
-def _call_with_arguments(name: str, arguments: Any, expected_form: str) -> ToolCall:
-    """Make a tool call; if the arguments are not a JSON object, one with `problem` set.
+def _call_with_arguments(name: str, arguments: Any) -> ToolCall:
+    """Make a tool call.
 
     Args:
         name: name of the tool.
-        arguments: decoded arguments, JSON text of them, or what `_from_json` returned for
-            unreadable JSON (a `ToolCall` with the problem), which is returned as it is.
-        expected_form: the expected form, for the problem.
+        arguments: decoded arguments, or JSON text of them.
+
+    Raises:
+        _UnreadableError: the arguments are not a JSON object.
     """
     if isinstance(arguments, str):  # JSON inside JSON, as in OpenAI's API
-        arguments = _from_json(arguments, "the arguments are", expected_form, name)
-    if isinstance(arguments, ToolCall):
-        return arguments
+        arguments = _from_json(name, arguments, "the arguments are")
     if not isinstance(arguments, dict):
-        return _unreadable(
-            "the arguments are no object", json.dumps(arguments), expected_form, name
-        )
+        raise _UnreadableError(name, "the arguments are no object", json.dumps(arguments))
     return ToolCall(name, arguments)
 
 
-def _tagged_call(
-    name: str,
-    pairs: list[tuple[str, str]],
-    body: str,
-    end: str,
-    expected_form: str,
-    schemas: Schemas,
-) -> ToolCall:
+def _tagged_call(name: str, pairs: list[tuple[str, str]], body: str, schemas: Schemas) -> ToolCall:
     """Make a call that is written with tags. Its arguments get the types of the tool's schema.
 
     Args:
         name: name of the tool; "" if there is none.
         pairs: name and text of each argument.
         body: text of the call, for its problem.
-        end: the closing tag; "" if it is missing.
-        expected_form: the expected form, for the problem.
         schemas: schemas of the arguments, by the name of the tool.
+
+    Raises:
+        _UnreadableError: there is no name.
     """
-    if not end:
-        return _unreadable("the tool call is not closed", body, expected_form)
     if not name:
-        return _unreadable("the tool call names no function", body, expected_form)
+        raise _UnreadableError("", "the tool call names no function", body)
     properties = schemas.get(name, {}).get("properties", {})
     arguments = {}
     for key, text in pairs:

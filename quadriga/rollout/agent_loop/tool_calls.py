@@ -41,7 +41,7 @@ from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.errors import RolloutError, did_you_mean, traceback_text
 from quadriga.observe.watchdog import place_of
 from quadriga.rollout.agent_loop.parsers import ToolCall
-from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec, WithImages
+from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec, WithImages, without_none
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -83,17 +83,27 @@ class ToolsStuckError(RolloutError):
 
 
 class ToolThread(EventLoopThread):
-    """Thread with the event loop in which users' code runs.
+    """Thread with the event loop in which users' code runs, and from which MCP servers are reached.
 
     An async function that blocks the loop cannot be stopped. The object then starts a new thread
     and loop for itself, and gives the blocked ones up.
+
+    Attributes:
+        servers: the MCP servers, which `close` stops.
     """
 
     def __init__(self) -> None:
         super().__init__(_THREAD_NAME)
+        self.servers: list[Any] = []
         self._call_slots = asyncio.Semaphore(MAX_CALLS)
         self._given_up: set[Thread] = set()
         self._blocking_place = ""  # line of code that blocked the loop before this one
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the MCP servers, then end the thread."""
+        while self.servers:
+            self.submit(self.servers.pop().close()).result()
+        super().close(timeout_s)
 
     async def call(
         self,
@@ -327,8 +337,7 @@ class ToolBox:
         self.specs = specs
         self.config = config
         self.thread = thread
-        # In a parquet file each row has the keys of all rows, with None for those it did not have.
-        by_name = {name: kwargs for name, kwargs in tools_kwargs.items() if kwargs is not None}
+        by_name = without_none(tools_kwargs)
         unknown = [name for name in by_name if name not in specs]
         if unknown:
             raise RolloutError(
@@ -338,9 +347,9 @@ class ToolBox:
                 fix="Correct extra_info.tools_kwargs of the row, or configure the tool.",
             )
         # Keyword arguments by tool and method: {"account": {"create_kwargs": {...}}}.
-        self._kwargs = {}
-        for name, spec in specs.items():
-            self._kwargs[name] = spec.method_kwargs(by_name.get(name, {}))
+        self._kwargs = {
+            name: spec.method_kwargs(by_name.get(name, {})) for name, spec in specs.items()
+        }
         self._tools: dict[str, Tool] = {}
         self._releases = AsyncExitStack()
 
@@ -384,7 +393,7 @@ class ToolBox:
         limit = self.config.max_parallel_calls
         # The error of a tool ends the conversation, so it is raised only after all calls have ended.
         outcomes = await asyncio.gather(*map(self._call, calls[:limit]), return_exceptions=True)
-        responses: list[ToolResult] = []
+        responses = []
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -400,7 +409,7 @@ class ToolBox:
         Raises:
             ToolFailedError: `calc_reward` failed, or did not return a number.
         """
-        rewards: dict[str, float] = {}
+        rewards = {}
         for name in self._tools:
             reward = await self._call_optional(name, "calc_reward")
             if reward is None:
@@ -410,7 +419,7 @@ class ToolBox:
             except (TypeError, ValueError) as error:
                 where = f"tool {name}, calc_reward"
                 got = repr(reward)[:_MAX_SHOWN_CHARACTERS]
-                raise ToolFailedError(where, got=got, expected="a number") from error
+                raise ToolFailedError(where, got, expected="a number") from error
         return rewards
 
     async def _call(self, call: ToolCall) -> ToolResult:
@@ -420,26 +429,28 @@ class ToolBox:
             ToolFailedError: the tool failed by itself.
         """
         # For errors about the call, which should stay short.
-        shown_arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
+        shown_arguments = call.arguments_text
         if len(shown_arguments) > _MAX_SHOWN_CHARACTERS:
             shown_arguments = f"{shown_arguments[:_MAX_SHOWN_CHARACTERS]}..."
         where = f"{call.name}({shown_arguments})"
         started = time.perf_counter()
+        images: Sequence[Any] = ()
+        is_refused = False
         try:
             kwargs = self._execute_kwargs(call)
             execute = self._tools[call.name].execute
             limit_s = self.config.tool_timeout_s
             result = await self.thread.call(where, execute, kwargs, limit_s, is_for_model=True)
+            # A tool may return images beside its text.
+            if isinstance(result, WithImages):
+                images = result.images
+                result = result.text
+            text = as_text(result, where)
         except ToolError as error:
-            seconds = time.perf_counter() - started
-            return self._result_of(call, f"Error: {error}", seconds, is_refused=True)
-        # A tool may return images beside its text.
-        images: tuple[Any, ...] = ()
-        if isinstance(result, WithImages):
-            images = tuple(result.images)
-            result = result.text
-        response = self._result_of(call, as_text(result, where), time.perf_counter() - started)
-        return replace(response, images=images)
+            text = f"Error: {error}"
+            is_refused = True
+        response = self._result_of(call, text, is_refused=is_refused)
+        return replace(response, seconds=time.perf_counter() - started, images=tuple(images))
 
     def _execute_kwargs(self, call: ToolCall) -> dict[str, Any]:
         """Keyword arguments of `execute`: those of the call, and those of the sample.
@@ -449,18 +460,15 @@ class ToolBox:
         """
         if call.problem:
             raise ToolError(f"tool call: {call.problem}")
-        spec = self.specs.get(call.name)
-        if spec is None:
+        if call.name not in self.specs:
             raise ToolError(
                 "tool call",
                 got=f"the name {call.name!r}",
                 expected=f"one of {', '.join(self.specs)}",
                 fix=did_you_mean(call.name, self.specs),
             )
-        return {
-            **spec.check(call.arguments),
-            **self._kwargs[call.name].get("execute_kwargs", {}),
-        }
+        arguments = self.specs[call.name].check(call.arguments)
+        return arguments | self._kwargs[call.name].get("execute_kwargs", {})
 
     async def _call_optional(self, name: str, method: str) -> Any:
         """Call an optional method of a tool, such as `create`, with the sample's arguments for it.
@@ -481,25 +489,21 @@ class ToolBox:
         limit_s = self.config.tool_timeout_s
         return await self.thread.call(where, getattr(tool, method), kwargs, limit_s)
 
-    def _result_of(
-        self, call: ToolCall, text: str, seconds: float = 0.0, is_refused: bool = False
-    ) -> ToolResult:
+    def _result_of(self, call: ToolCall, text: str, *, is_refused: bool) -> ToolResult:
         """Make the result of a call for the model. The text is cut to the configured length.
 
         Args:
             call: the call.
             text: the tool's text, or what is wrong with the call.
-            seconds: time that the call took.
             is_refused: whether the call was wrong.
         """
         # The beginning of a refusal says what is wrong, so only its end may be cut.
         side = "right" if is_refused else self.config.tool_response_truncate_side
         return ToolResult(
             name=call.name,
-            arguments=json.dumps(call.arguments, ensure_ascii=False, default=str),
+            arguments=call.arguments_text,
             text=truncate(text, self.config.max_tool_response_length, side),
             num_chars=len(text),
-            seconds=seconds,
             is_refused=is_refused,
         )
 
@@ -554,7 +558,7 @@ def as_text(result: Any, where: str) -> str:
             result = json.dumps(result, ensure_ascii=False, default=str)
         except (ValueError, TypeError, RecursionError) as error:
             got = f"a response of type {type(result).__name__} ({error})"
-            raise ToolFailedError(where, got=got, expected="text, bytes or JSON") from error
+            raise ToolFailedError(where, got, expected="text, bytes or JSON") from error
     # Half of a surrogate pair cannot be encoded; it becomes a question mark.
     return result.encode("utf-8", errors="replace").decode("utf-8")
 

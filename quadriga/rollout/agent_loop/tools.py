@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from inspect import Parameter
 from operator import or_
 from pathlib import Path
 from typing import Any, NotRequired, Required, TypeVar, cast, overload
@@ -33,7 +34,7 @@ from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict  # pydantic takes no other one before Python 3.12
 
 from quadriga.config.multi_turn import read_tool_file
-from quadriga.errors import ConfigError, RolloutError
+from quadriga.errors import ConfigError, QuadrigaError, RolloutError
 from quadriga.user_file import PACKAGE, import_file, member_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -160,6 +161,11 @@ class ToolSpec:
         """Name by which the model calls the tool."""
         return self.schema["function"]["name"]
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """JSON schema of the arguments."""
+        return self.schema["function"]["parameters"]
+
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Check the arguments of a call, and convert them to the types that the tool takes.
 
@@ -169,13 +175,9 @@ class ToolSpec:
         try:
             checked = self.validate(arguments)
         except ValidationError as error:
-            faults = []
-            for detail in error.errors(include_url=False):
-                place = ".".join(map(str, detail["loc"]))
-                faults.append(f"{place}: {detail['msg']}")
-            parameters = json.dumps(self.schema["function"]["parameters"], ensure_ascii=False)
-            expected = f"arguments that fit {parameters}"
-            raise ToolError(f"tool {self.name}", "; ".join(faults), expected) from error
+            expected = f"arguments that fit {json.dumps(self.parameters, ensure_ascii=False)}"
+            got = "; ".join(faults_of(error))
+            raise ToolError(f"tool {self.name}", got, expected) from error
         if isinstance(checked, BaseModel):
             # Only fields that the call has set: the function knows its own defaults.
             return {name: getattr(checked, name) for name in checked.model_fields_set}
@@ -188,17 +190,14 @@ class ToolSpec:
             tool_kwargs: the entry of the sample's `tools_kwargs` for this tool.
 
         Returns:
-            Keyword arguments by key, such as "execute_kwargs". Values that are None are left out:
-            in a parquet file each row has the keys of all rows.
+            Keyword arguments by key, such as "execute_kwargs", without those that are None.
 
         Raises:
             RolloutError: the tool does not take a key or an argument, or a value is no mapping.
         """
         where = f"tools_kwargs.{self.name}"
         kwargs: dict[str, dict[str, Any]] = {}
-        for key, value in tool_kwargs.items():
-            if value is None:
-                continue
+        for key, value in without_none(tool_kwargs).items():
             if key not in self.options or not isinstance(value, Mapping):
                 expected = "nothing"
                 if self.options:
@@ -209,21 +208,31 @@ class ToolSpec:
                     expected=expected,
                     fix="Correct extra_info.tools_kwargs of the row.",
                 )
-            kwargs[key] = {name: part for name, part in value.items() if part is not None}
+            kwargs[key] = without_none(value)
             known_names = self.options[key]
             if known_names is None:
                 continue
             unknown_names = kwargs[key].keys() - known_names
             if unknown_names:
+                known = ", ".join(sorted(known_names))
                 raise RolloutError(
                     f"{where}.{key}",
                     got=", ".join(sorted(unknown_names)),
-                    expected=f"one of {', '.join(sorted(known_names))}"
-                    if known_names
-                    else "nothing",
+                    expected=f"one of {known}" if known else "nothing",
                     fix="What tools_kwargs may set stands after a `*` in the function's parameters.",
                 )
         return kwargs
+
+
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that are set. In a parquet file each row has the keys of all rows, perhaps with None."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def faults_of(error: ValidationError) -> list[str]:
+    """Say for each wrong argument where it is, and what is wrong."""
+    details = error.errors(include_url=False)
+    return [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details]
 
 
 @overload
@@ -272,13 +281,10 @@ def function_spec(
     """
     schema, validate = describe(function, name=name, description=description)
     # A sample may set the hidden parameters: those after a `*`, or any with `**kwargs`.
-    hidden_names: set[str] = set()
-    takes_any_name = False
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            hidden_names.add(parameter.name)
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            takes_any_name = True
+    parameters = inspect.signature(function).parameters
+    kinds = {name: parameter.kind for name, parameter in parameters.items()}
+    hidden_names = [name for name, kind in kinds.items() if kind is Parameter.KEYWORD_ONLY]
+    takes_any_name = Parameter.VAR_KEYWORD in kinds.values()
     options = {"execute_kwargs": None if takes_any_name else frozenset(hidden_names)}
     return ToolSpec(as_tool(function), schema, validate, options)
 
@@ -345,21 +351,32 @@ def load_class(reference: str, folder: Path, base: type, where: str) -> Any:
     separator = ":" if ":" in reference else "."
     place, _, name = reference.rpartition(separator)
     if not place or not name:
-        expected = "file.py:Name or package.module.Name"
-        raise ConfigError(where, got=repr(reference), expected=expected)
-    source: Path | str = f"{PACKAGE}{place}"
-    if place.endswith(".py"):
-        source = folder / Path(place).expanduser()
+        raise ConfigError(where, repr(reference), expected="file.py:Name or package.module.Name")
+    is_file = place.endswith(".py")
+    source = folder / Path(place).expanduser() if is_file else f"{PACKAGE}{place}"
     user_class = member_of(import_file(source, where), name, where, base=base)
+    require_methods(user_class, base, where, ConfigError)
+    return user_class
+
+
+def require_methods(user_class: type, base: type, where: str, error: type[QuadrigaError]) -> None:
+    """Refuse a user's class that lacks an abstract method of its base class.
+
+    Args:
+        user_class: the class.
+        base: its base class.
+        where: where the user names the class, for the error.
+        error: type of the error.
+    """
     missing = sorted(getattr(user_class, "__abstractmethods__", ()))
     if missing:
-        raise ConfigError(
+        name = user_class.__qualname__
+        raise error(
             where,
             got=f"{name}, a class without {', '.join(missing)}",
             expected=f"each abstract method of {base.__name__}",
             fix=f"Write {name}.{missing[0]}; see the docstring of {base.__name__}.{missing[0]}.",
         )
-    return user_class
 
 
 def describe(
@@ -407,8 +424,19 @@ def describe(
     parameters.setdefault("required", [])
     # The check still refuses other arguments; the model does not need to read that.
     del parameters["additionalProperties"]
-    schema = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": schema}, model.model_validate
+    return function_schema(name, description, parameters), model.model_validate
+
+
+def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the schema of a tool in the form that chat templates take.
+
+    Args:
+        name: name of the tool.
+        description: description that the model reads.
+        parameters: JSON schema of the arguments.
+    """
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def _without_title(part: dict[str, Any]) -> dict[str, Any]:
@@ -438,7 +466,7 @@ def validator_of(parameters: Mapping[str, Any]) -> Callable[[Any], Any]:
     schemas |= parameters.get("properties", {})
 
     # The arguments as a TypedDict, which pydantic checks.
-    hints: dict[str, Any] = {}
+    hints = {}
     for name, schema in schemas.items():
         type_names = schema.get("type") or []
         if isinstance(type_names, str):
@@ -475,22 +503,22 @@ def _argument_fields(function: Callable[..., Any], where: str) -> dict[str, Any]
             fix="Import the type in the tool's file.",
         ) from error
     parameters.pop("self", None)
-    fields: dict[str, Any] = {}
+    fields = {}
     for name, parameter in parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+        if parameter.kind is Parameter.VAR_POSITIONAL:
             fix = "Name each argument: a model writes arguments by name."
             raise RolloutError(where, got=f"*{name}", expected="named parameters", fix=fix)
         # Hidden from the model: a sample's `tools_kwargs` set these.
-        if parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+        if parameter.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD):
             continue
-        if parameter.annotation is inspect.Parameter.empty:
+        if parameter.annotation is Parameter.empty:
             raise RolloutError(
                 where,
                 got=f"{name} without a type hint",
                 expected="a type for each argument",
                 fix=f"Write for instance `{name}: str`.",
             )
-        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        default = ... if parameter.default is Parameter.empty else parameter.default
         fields[name] = (parameter.annotation, default)
     return fields
 
@@ -499,7 +527,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Split a docstring into the description before its sections, and the text for each argument."""
     # Splitting by a pattern with one group alternates the titles and bodies of the sections.
     description, *sections = _SECTION.split(text)
-    texts: dict[str, str] = {}
+    texts = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):
         if title not in _ARGUMENT_SECTIONS:
             continue

@@ -18,8 +18,8 @@ from quadriga.user_file import is_reference, load_reference
 
 LIBRARIES: dict[str, Callable[[EnvironmentSpec, str], TextEnvironment]] = {
     "textarena": libraries.TextArenaEnvironment,
-    "gem": libraries.gem_environment,
-    "gymnasium": libraries.gymnasium_environment,
+    "gem": libraries.GemEnvironment,
+    "gymnasium": libraries.GymnasiumEnvironment,
     "skyrl_gym": libraries.SkyRLEnvironment,
     "openenv": OpenEnvEnvironment,
 }

@@ -143,7 +143,7 @@ def finite_rewards(rewards: Mapping[Any, Any], num_agents: int) -> dict[int, flo
     Raises:
         ValueError: a reward is not a finite number, or there is no such agent.
     """
-    checked: dict[int, float | None] = {}
+    checked = {}
     for agent, reward in rewards.items():
         if agent not in range(num_agents):
             raise ValueError(f"got a reward of agent {agent!r}, expected {num_agents} agents")

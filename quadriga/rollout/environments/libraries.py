@@ -49,30 +49,6 @@ def import_library(name: str) -> Any:
         ) from error
 
 
-def _require_known(identifier: str, known: Sequence[str], name: str) -> str:
-    """Check that a library has an environment.
-
-    Args:
-        identifier: name of the environment.
-        known: names of all environments of the library.
-        name: name of the library.
-
-    Returns:
-        The identifier.
-
-    Raises:
-        RolloutError: there is no such environment.
-    """
-    if identifier not in known:
-        raise RolloutError(
-            "env.name",
-            got=f"{name}:{identifier}",
-            expected=f"an environment of {name}",
-            fix=did_you_mean(identifier, known) or f"See `quadriga env list {name}`.",
-        )
-    return identifier
-
-
 def identifiers(name: str) -> list[str]:
     """Names of the environments of a library.
 
@@ -85,6 +61,23 @@ def identifiers(name: str) -> list[str]:
     if name == "gem":
         return sorted(importlib.import_module("gem.envs.registration").ENV_REGISTRY)
     return sorted(module.envs.registration.registry)
+
+
+def _require_known(identifier: str, name: str) -> None:
+    """Raise a RolloutError if a library has no environment of this identifier.
+
+    Args:
+        identifier: name of the environment.
+        name: name of the library.
+    """
+    known = identifiers(name)
+    if identifier not in known:
+        raise RolloutError(
+            "env.name",
+            got=f"{name}:{identifier}",
+            expected=f"an environment of {name}",
+            fix=did_you_mean(identifier, known) or f"See `quadriga env list {name}`.",
+        )
 
 
 class TextArenaEnvironment(TextEnvironment):
@@ -106,7 +99,7 @@ class TextArenaEnvironment(TextEnvironment):
         textarena = import_library("textarena")
         self._where = f"environment {spec.name}"
         self._num_agents = spec.num_agents
-        _require_known(identifier, identifiers("textarena"), "textarena")
+        _require_known(identifier, "textarena")
         self._game = textarena.make(identifier, **spec.options)
         self._admin = textarena.ObservationType.GAME_ADMIN
         self._own_move = textarena.ObservationType.PLAYER_ACTION
@@ -145,12 +138,10 @@ class TextArenaEnvironment(TextEnvironment):
             if isinstance(reward, str):
                 # Some games swap the reward of an invalid move and its reason.
                 rewards[number] = float(str(reason).rpartition(": ")[2])
-        best = max(rewards.values(), default=0)
         # A winner has the reward 1. Some games pay less than that for an invalid move, which wins
         # nothing.
-        wins = []
-        if best >= 1:
-            wins = [number for number, reward in rewards.items() if reward == best]
+        best = max([1, *rewards.values()])
+        wins = [number for number, reward in rewards.items() if reward == best]
         is_invalid = bool(agent_info.get("invalid_move"))
         info = {"is_invalid": is_invalid, "reason": reason, "wins": wins}
         return Step(str(reason or ""), agent, rewards, is_done=True, info=info)
@@ -166,7 +157,7 @@ class TextArenaEnvironment(TextEnvironment):
         """Return the messages that the next agent has not read."""
         state = self._game.state
         agent = state.current_player_id
-        info: dict[str, Any] = {}
+        info = {}
         texts = []
         for sender, message, kind in state.get_current_player_observation():
             if kind is self._own_move and sender == agent:
@@ -180,8 +171,24 @@ class TextArenaEnvironment(TextEnvironment):
         return Step("\n".join(texts), agent, info=info)
 
 
-class _GemEnvironment(SteppedEnvironment):
-    """Adapter of a game of GEM, whose observations continue in `info["suffix"]`."""
+class GemEnvironment(SteppedEnvironment):
+    """Adapter of a game of GEM, whose observations continue in `info["suffix"]`.
+
+    Args:
+        spec: the environment; its options are arguments of `gem.make`.
+        identifier: name of the game, with or without the prefix `game:`.
+
+    Raises:
+        MachineError: GEM is not installed.
+        RolloutError: there is no such game.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, identifier: str) -> None:
+        gem = import_library("gem")
+        if f"game:{identifier}" in identifiers("gem"):
+            identifier = f"game:{identifier}"
+        _require_known(identifier, "gem")
+        super().__init__(gem.make(identifier, **spec.options))
 
     def observation_text(self, observation: Any, info: Mapping[str, Any]) -> str:
         suffix = info.get("suffix") or ""
@@ -194,26 +201,8 @@ class _GemEnvironment(SteppedEnvironment):
             return super().sample_action(text, generator)
 
 
-def gem_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
-    """Make the adapter of a game of GEM.
-
-    Args:
-        spec: the environment; its options are arguments of `gem.make`.
-        identifier: name of the game, with or without the prefix `game:`.
-
-    Raises:
-        MachineError: GEM is not installed.
-        RolloutError: there is no such game.
-    """
-    gem = import_library("gem")
-    known = identifiers("gem")
-    if f"game:{identifier}" in known:
-        identifier = f"game:{identifier}"
-    return _GemEnvironment(gem.make(_require_known(identifier, known, "gem"), **spec.options))
-
-
-def gymnasium_environment(spec: EnvironmentSpec, identifier: str) -> TextEnvironment:
-    """Make the adapter of an environment of Gymnasium.
+class GymnasiumEnvironment(SteppedEnvironment):
+    """Adapter of an environment of Gymnasium.
 
     The model replies with JSON that fits the action space, or with the action itself if that is a
     space of texts. With the option `render_mode: ansi` the model reads the rendered text.
@@ -226,17 +215,13 @@ def gymnasium_environment(spec: EnvironmentSpec, identifier: str) -> TextEnviron
         MachineError: Gymnasium is not installed.
         RolloutError: there is no such environment.
     """
-    gymnasium = import_library("gymnasium")
-    # Names with a module or a namespace may be registered only while `make` imports the module.
-    if "/" not in identifier and ":" not in identifier:
-        _require_known(identifier, [*gymnasium.envs.registration.registry], "gymnasium")
-    return _GymnasiumEnvironment(gymnasium.make(identifier, **spec.options))
 
-
-class _GymnasiumEnvironment(SteppedEnvironment):
-    """Adapter of an environment of Gymnasium."""
-
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, spec: EnvironmentSpec, identifier: str) -> None:
+        gymnasium = import_library("gymnasium")
+        # Names with a module or a namespace may be registered only while `make` imports the module.
+        if "/" not in identifier and ":" not in identifier:
+            _require_known(identifier, "gymnasium")
+        environment = gymnasium.make(identifier, **spec.options)
         space = environment.action_space
         if type(space).__name__ == "Text":
             super().__init__(environment)
@@ -273,8 +258,7 @@ def space_schema(space: Any) -> dict[str, Any]:
         properties = {name: space_schema(part) for name, part in space.spaces.items()}
         return {"type": "object", "properties": properties, "required": [*properties]}
     if kind == "Tuple":
-        parts = [space_schema(part) for part in space.spaces]
-        return {"type": "array", "prefixItems": parts}
+        return {"type": "array", "prefixItems": [space_schema(part) for part in space.spaces]}
     if kind == "Text":
         return {"type": "string"}
     return {"type": "array", "description": str(space)}
@@ -355,7 +339,8 @@ class SkyRLEnvironment(TextEnvironment):
 
     def __init__(self, spec: EnvironmentSpec, identifier: str) -> None:
         self._library = import_library("skyrl_gym")
-        self._identifier = _require_known(identifier, identifiers("skyrl_gym"), "skyrl_gym")
+        _require_known(identifier, "skyrl_gym")
+        self._identifier = identifier
         self._options = dict(spec.options)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:

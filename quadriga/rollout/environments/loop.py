@@ -11,12 +11,9 @@ If several agents are trained, an episode trains one of them, its seat. All resp
 rows take the seats in turn. With `env.train_together` an episode trains all of them, each in a row of its own.
 """
 
-import hashlib
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from quadriga.config.environment import EnvironmentConfig
 from quadriga.errors import RolloutError
@@ -37,14 +34,26 @@ from quadriga.rollout.environments.players import (
     PolicyPlayer,
     ScriptedPlayer,
     ServerPlayer,
-    seed_of,
+    player_seed,
 )
 from quadriga.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool, Episode
+from quadriga.rollout.sequences import derive_seed
 
 # Columns that a batch has besides those of the data file.
 _BATCH_COLUMNS = frozenset(
-    {"uid", "item", "source_row", "sample_index", "raw_prompt_ids", "multi_modal_data"}
-    | {"multi_modal_inputs", "raw_prompt", "full_prompts", "tools_kwargs", "interaction_kwargs"}
+    {
+        "uid",
+        "item",
+        "source_row",
+        "sample_index",
+        "raw_prompt_ids",
+        "multi_modal_data",
+        "multi_modal_inputs",
+        "raw_prompt",
+        "full_prompts",
+        "tools_kwargs",
+        "interaction_kwargs",
+    }
 )
 
 
@@ -66,37 +75,41 @@ class EnvironmentAgent(AgentLoop):
         num_agents = self._pool.config.num_agents
         if num_agents > 1:
             got = f"{num_agents} agents, of an environment whose actions are tools"
-            raise RolloutError("env.agents", got=got, expected="one")
+            raise RolloutError("env.agents", got, expected="one")
 
     async def run(self, chat: Conversation) -> None:
         """Play the episode of a conversation's row, and score it."""
-        # A seat is an agent that can be trained.
         seed = episode_seed_of(chat.sample)
-        seats = self._pool.config.seats
-        if not self._pool.config.train_together:
+        # A seat is an agent that can be trained.
+        config = self._pool.config
+        seats = config.seats
+        if not config.train_together:
             # All responses to a row play the same seat, so that they can be compared. The last bit
             # of the seed tells training from validation, so it must not choose the seat.
             seats = [seats[seed // 2 % len(seats)]]
-        plays = Plays(chat, seats, self._pool.config)
+        plays: Plays = {}
+        for seat in seats:
+            # The first agent has the conversation of the row, each other one a further one.
+            plays[seat] = Play(chat.another() if plays else chat, seat, config)
         async with self._pool.open(seed, row_of(chat.sample)) as episode:
             try:
                 try:
                     step = await episode.reset()
-                    plays.record(step)
+                    _record(plays, step)
                     if self._schemas:
                         chat.begin(self._first_messages(chat, step.text), self._schemas)
-                        await self._call_tools(plays.by_agent[seats[0]], episode)
+                        await self._call_tools(plays[seats[0]], episode)
                     else:
-                        await self._take_turns(plays, episode, step)
+                        await self._take_turns(chat, plays, episode, step)
                 except ConversationOver as over:
                     # A limit ends the episode for all agents. The part that was played is scored.
-                    for play in plays:
+                    for play in plays.values():
                         play.chat.finish_reason = play.chat.finish_reason or over.reason
-                plays.record(await episode.finish())
+                _record(plays, await episode.finish())
             except EnvironmentFailedError as error:
                 chat.outcome = failure(error.kind, error.details or str(error))
                 raise
-        for play in plays:
+        for play in plays.values():
             play.grade(is_graded_elsewhere=self._pool.is_graded_elsewhere)
 
     def _first_messages(self, chat: Conversation, observation: str) -> list[dict[str, Any]]:
@@ -109,7 +122,7 @@ class EnvironmentAgent(AgentLoop):
         Raises:
             RolloutError: there is no text at all.
         """
-        messages: list[dict[str, Any]] = []
+        messages = []
         if self._pool.config.system_prompt is not None:
             messages.append({"role": "system", "content": self._pool.config.system_prompt})
         if not is_seed(chat.sample):
@@ -130,46 +143,46 @@ class EnvironmentAgent(AgentLoop):
             )
         return messages
 
-    async def _take_turns(self, plays: "Plays", episode: Episode, step: Step) -> None:
+    async def _take_turns(
+        self, chat: Conversation, plays: "Plays", episode: Episode, step: Step
+    ) -> None:
         """Ask the agents for actions in turn until the episode is over.
 
         Args:
+            chat: conversation of the row.
             plays: the trained agents.
             episode: the episode.
             step: its first step.
         """
-        players = self._make_players(plays, episode)
+        players = self._make_players(chat, plays, episode)
         while not step.is_done:
-            plays.chat.activity = "in the environment"
+            chat.activity = "in the environment"
             agent = step.agent
-            action = await players[agent].act(step.text)
-            step = await episode.step(action)
-            plays.record(step, agent)
+            step = await episode.step(await players[agent].act(step.text))
+            _record(plays, step, agent)
 
-    def _make_players(self, plays: "Plays", episode: Episode) -> "list[Player]":
+    def _make_players(self, chat: Conversation, plays: "Plays", episode: Episode) -> list[Player]:
         """Make the player of each agent, as `env.agents` names them.
 
         Args:
+            chat: conversation of the row.
             plays: the trained agents.
             episode: the episode.
         """
-        chat = plays.chat
-        names = self._pool.config.agents or ["policy"]
+        prompt = self._first_messages
         players: list[Player] = []
-        for number, player in enumerate(names):
+        for number, player in enumerate(self._pool.config.agents or ["policy"]):
             name = f"agent {number}"
-            seed = seed_of(chat.sampling.seed, number)
+            seed = player_seed(chat.sampling.seed, number)
             # An agent that is trained, the policy without training, a server, or a script.
-            if number in plays.by_agent:
-                play = plays.by_agent[number]
-                players.append(PolicyPlayer(play.chat, self._first_messages, play, name=name))
+            if number in plays:
+                play = plays[number]
+                players.append(PolicyPlayer(play.chat, prompt, play.generate, name))
             elif player == "policy":
                 # Not `chat.another`: this agent is not trained, so its conversation is no row.
                 sampling = replace(chat.sampling, seed=seed)
-                untrained = Conversation(
-                    chat.engine, chat.encoder, chat.sample, sampling, chat.limits
-                )
-                players.append(PolicyPlayer(untrained, self._first_messages, name=name))
+                other = Conversation(chat.engine, chat.encoder, chat.sample, sampling, chat.limits)
+                players.append(PolicyPlayer(other, prompt, other.generate, name))
             elif player.startswith(("http://", "https://")):
                 players.append(ServerPlayer(player, chat, self._pool.config.system_prompt, name))
             else:
@@ -187,12 +200,11 @@ class EnvironmentAgent(AgentLoop):
         """
         chat = play.chat
         config = self.services.config.multi_turn
-        parameter_schemas = {}
-        for schema in self._schemas:
-            parameter_schemas[schema["function"]["name"]] = schema["function"]["parameters"]
+        functions = [schema["function"] for schema in self._schemas]
+        parameters = {function["name"]: function["parameters"] for function in functions}
         while not play.is_done:
             turn = await play.generate()
-            calls = self._parser(turn.text, parameter_schemas)
+            calls = self._parser(turn.text, parameters)
             if not calls:
                 return
             chat.activity = "in the environment"
@@ -203,9 +215,11 @@ class EnvironmentAgent(AgentLoop):
                 if not play.is_done:
                     responses.append(await self._call(play, episode, call))
             if not play.is_done:
-                messages = tool_messages(chat, responses)
-                seconds = time.perf_counter() - started
-                chat.append(messages, tool_responses=responses, seconds=seconds)
+                chat.append(
+                    tool_messages(chat, responses),
+                    tool_responses=responses,
+                    seconds=time.perf_counter() - started,
+                )
 
     async def _call(self, play: "Play", episode: Episode, call: ToolCall) -> ToolResult:
         """Make one call of a tool, and record its step.
@@ -224,7 +238,7 @@ class EnvironmentAgent(AgentLoop):
         play.record(step, 0)
         return ToolResult(
             name=call.name,
-            arguments=json.dumps(call.arguments, ensure_ascii=False, default=str),
+            arguments=call.arguments_text,
             text=step.text,
             num_chars=len(step.text),
             seconds=time.perf_counter() - started,
@@ -232,79 +246,31 @@ class EnvironmentAgent(AgentLoop):
         )
 
 
-class Plays:
-    """The trained agents of an episode. Each has a conversation for itself.
-
-    Iterating yields the `Play` of each agent.
-
-    Args:
-        chat: conversation of the first agent, from which those of the others are made.
-        agents: numbers of the agents that are trained.
-        config: the section `env`.
-
-    Attributes:
-        chat: as in the arguments.
-        by_agent: the `Play` of each trained agent, by its number.
-    """
-
-    def __init__(
-        self, chat: Conversation, agents: Sequence[int], config: EnvironmentConfig
-    ) -> None:
-        self.chat = chat
-        self.by_agent: dict[int, Play] = {}
-        for agent in agents:
-            conversation = chat.another() if self.by_agent else chat
-            self.by_agent[agent] = Play(conversation, agent, config)
-
-    def __iter__(self) -> "Iterator[Play]":
-        return iter(self.by_agent.values())
-
-    def record(self, step: Step, actor: int | None = None) -> None:
-        """Record a step for all agents.
-
-        Args:
-            step: the environment's response.
-            actor: number of the agent that acted; see `Play.record`.
-        """
-        for play in self:
-            play.record(step, actor)
-
-
+@dataclass
 class Play:
-    """Records the rewards and states of one trained agent in an episode.
+    """Records the rewards and states of one trained agent in an episode."""
 
-    Args:
-        chat: the agent's conversation.
-        agent: number of the agent.
-        config: the section `env`.
-
-    Attributes:
-        chat: as in the arguments.
-        is_done: whether the episode is over.
-    """
-
-    def __init__(self, chat: Conversation, agent: int, config: EnvironmentConfig) -> None:
-        self.chat = chat
-        self.is_done = False
-        self._agent = agent
-        self._config = config
-        self._score = 0.0
-        self._rewards: list[float] = []
-        self._has_rewards = False
-        self._is_unscored = False
-        self._num_invalid = 0
-        self._info: Mapping[str, Any] = {}
-        self._state = ""
+    chat: Conversation  # of the agent
+    agent: int  # its number
+    config: EnvironmentConfig  # the section `env`
+    is_done: bool = False  # whether the episode is over
+    score: float = 0.0  # sum of all rewards
+    rewards: list[float] = field(default_factory=list)  # of each turn of the agent
+    has_rewards: bool = False  # whether the environment has scored a step
+    is_unscored: bool = False  # whether the environment has left a step without a score
+    num_invalid: int = 0  # actions without effect
+    info: dict[str, Any] = field(default_factory=dict)  # the latest value under each name
+    state: str = ""  # in which the agent acts next
 
     async def generate(self) -> Turn:
         """Generate the agent's next turn, whose reward is 0 until `record` adds to it."""
-        self.chat.states[len(self._rewards)] = self._state
+        self.chat.states[len(self.rewards)] = self.state
         try:
             return await self.chat.generate()
         finally:
             # Also if `generate` raises: a turn that the engine cut is in the conversation.
-            num_missing = self.chat.num_assistant_turns - len(self._rewards)
-            self._rewards += [0.0] * num_missing
+            num_missing = self.chat.num_assistant_turns - len(self.rewards)
+            self.rewards += [0.0] * num_missing
 
     def record(self, step: Step, actor: int | None = None) -> None:
         """Record a step. Its reward is added to the agent's last turn.
@@ -315,80 +281,77 @@ class Play:
         """
         if step.rewards:
             # An agent that is not named has the reward 0; None is a step that was not scored.
-            reward = step.rewards.get(self._agent, 0.0)
+            reward = step.rewards.get(self.agent, 0.0)
             if reward is None:
-                self._is_unscored = True
+                self.is_unscored = True
             else:
-                self._has_rewards = True
+                self.has_rewards = True
                 self._add_reward(reward)
         self.is_done = self.is_done or step.is_done
-        self._info = {**self._info, **step.info}
-        if actor == self._agent and step.info.get("is_invalid"):
-            self._num_invalid += 1
-            self._add_reward(-self._config.invalid_penalty)
-        if step.agent == self._agent:
-            self._state = str(step.info.get("state", step.text))
+        self.info |= step.info
+        if actor == self.agent and step.info.get("is_invalid"):
+            self.num_invalid += 1
+            self._add_reward(-self.config.invalid_penalty)
+        if step.agent == self.agent:
+            self.state = str(step.info.get("state", step.text))
 
     def _add_reward(self, reward: float) -> None:
         """Add a reward to the score and to the agent's last turn, if it has one."""
-        self._score += reward
+        self.score += reward
         # An agent may be rewarded before its first turn, when another one loses.
-        if self._rewards:
-            self._rewards[-1] += reward
+        if self.rewards:
+            self.rewards[-1] += reward
 
     def grade(self, *, is_graded_elsewhere: bool) -> None:
-        """Write the grade of the episode to the conversation.
+        """Write the grade of the episode, the sum of its rewards, to the conversation.
 
         Args:
-            is_graded_elsewhere: whether a score function or a reward model is configured.
+            is_graded_elsewhere: whether a score function or a reward model is configured. It grades
+                an episode without rewards.
 
         Raises:
             RolloutError: the environment has not scored the episode, and nothing else will.
         """
         chat = self.chat
-        chat.turn_scores = list(self._rewards)
-        chat.turn_rewards = list(self._rewards)
-        chat.extra_fields["num_invalid"] = self._num_invalid
-        chat.extra_fields["agent"] = self._agent
-        chat.agent = self._config.role_of(self._agent)
-        chat.outcome = self._outcome(is_graded_elsewhere=is_graded_elsewhere)
-
-    def _outcome(self, *, is_graded_elsewhere: bool) -> Outcome | None:
-        """Grade of the episode: the sum of its rewards.
-
-        Args:
-            is_graded_elsewhere: see `grade`.
-
-        Returns:
-            The grade. None: the environment gave no rewards, and the conversation is graded by the
-            score function or the reward model.
-
-        Raises:
-            RolloutError: see `grade`.
-        """
-        if not self._has_rewards and is_graded_elsewhere:
-            return None
+        chat.turn_scores = list(self.rewards)
+        chat.turn_rewards = list(self.rewards)
+        chat.extra_fields |= {"num_invalid": self.num_invalid, "agent": self.agent}
+        chat.agent = self.config.role_of(self.agent)
+        if not self.has_rewards and is_graded_elsewhere:
+            return
         # An episode that a limit has cut off was perhaps not scored because it did not end.
-        if not self._has_rewards and self._is_unscored and not self._was_cut_off:
+        was_cut_off = chat.finish_reason and not self.is_done
+        if not self.has_rewards and self.is_unscored and not was_cut_off:
             raise RolloutError(
                 "environment",
                 got="an episode without rewards",
                 expected="get_reward(), an attribute `reward`, or rewards of step",
                 fix="Or set custom_reward_function.path to a file with a score function.",
             )
-        extra: dict[str, Any] = {"env_turns": len(self._rewards), "env_invalid": self._num_invalid}
-        wins = self._info.get("wins")
+        extra: dict[str, Any] = {"env_turns": len(self.rewards), "env_invalid": self.num_invalid}
+        wins = self.info.get("wins")
         if isinstance(wins, list):
-            extra["env_won"] = float(self._agent in wins)
-        for name, value in self._info.items():
+            extra["env_won"] = float(self.agent in wins)
+        for name, value in self.info.items():
             if isinstance(value, bool | int | float) and name not in ("is_invalid", "agent"):
                 extra[f"env_{name}"] = float(value)
-        return Outcome(self._score, extra, "", "graded")
+        chat.outcome = Outcome(self.score, extra, "", "graded")
 
-    @property
-    def _was_cut_off(self) -> bool:
-        """Whether a limit ended the conversation before the episode was over."""
-        return bool(self.chat.finish_reason) and not self.is_done
+
+# The trained agents of an episode, by number. Each has a conversation for itself.
+Plays: TypeAlias = dict[int, Play]
+
+
+def _record(plays: Plays, step: Step, actor: int | None = None) -> None:
+    """Record a step for all trained agents.
+
+    Args:
+        plays: the trained agents.
+        step: the environment's response.
+        actor: number of the agent that acted; see `Play.record`.
+    """
+    for play in plays.values():
+        play.record(step, actor)
 
 
 def is_seed(sample: Sample) -> bool:
@@ -404,9 +367,7 @@ def episode_seed_of(sample: Sample) -> int:
     extra_info = sample.columns.get("extra_info") or {}
     if "env_seed" in extra_info:
         return int(extra_info["env_seed"])
-    identity = repr((sample.prompt_ids, sample.columns.get("index")))
-    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % 2**31
+    return derive_seed(sample.prompt_ids, sample.columns.get("index")) % 2**31
 
 
 def row_of(sample: Sample) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from quadriga.errors import RolloutError
 from quadriga.http_client import HTTPClient, ServerLostError
+from quadriga.rollout.agent_loop.tools import function_schema
 from quadriga.rollout.environments.interface import (
     Action,
     EnvironmentSpec,
@@ -77,8 +78,7 @@ class OpenEnvEnvironment(TextEnvironment):
         self._session = ExitStack()
         self._socket = self._connect()
         # An action with these fields is a call of a tool.
-        is_tool_call = schema.get("properties", {}).keys() >= {"tool_name", "arguments"}
-        if is_tool_call:
+        if schema.get("properties", {}).keys() >= {"tool_name", "arguments"}:
             self.schemas = self._list_tools()
         else:
             self._action_schema = _shorten_schema(schema)
@@ -95,31 +95,25 @@ class OpenEnvEnvironment(TextEnvironment):
         if reply["type"] == "error":
             reply = self._ask("reset", self._options)
         step = self._step_of(reply, is_first=True)
-        text = step.text
-        if self._action_schema:
-            schema = json.dumps(self._action_schema)
-            text = (
-                f"{text}\nReply with JSON that fits the schema {schema}, and nothing else.".strip()
-            )
-        return Step(text, info=step.info)
+        if not self._action_schema:
+            return step
+        schema = json.dumps(self._action_schema)
+        text = f"{step.text}\nReply with JSON that fits the schema {schema}, and nothing else."
+        return Step(text.strip(), info=step.info)
 
     def step(self, action: Action) -> Step:
         """Send an action. If the server refuses it, the model reads the reason."""
         # A call of a tool, or JSON that the model wrote.
-        data: Any
         if isinstance(action, dict):
-            data = {
-                "type": "call_tool",
-                "tool_name": action["name"],
-                "arguments": action["arguments"],
-            }
+            call = {"tool_name": action["name"], "arguments": action["arguments"]}
+            data = {"type": "call_tool", **call}
         else:
             try:
                 data = read_json(action)
+                if not isinstance(data, dict):
+                    raise ValueError("expected a JSON object")
             except ValueError as error:
                 return Step(f"Error: {error}", info={"is_invalid": True})
-            if not isinstance(data, dict):
-                return Step("Error: expected a JSON object", info={"is_invalid": True})
         reply = self._ask("step", data)
         if reply["type"] == "error" and reply["data"].get("code") in _REFUSALS:
             reasons = [str(reply["data"].get("message", ""))]
@@ -165,7 +159,14 @@ class OpenEnvEnvironment(TextEnvironment):
         if reply["type"] == "error":
             raise self._failure(str(reply["data"]))
         try:
-            return [_tool_schema(tool) for tool in reply["data"]["observation"]["tools"]]
+            return [
+                function_schema(
+                    tool["name"],
+                    tool.get("description") or tool["name"],
+                    tool.get("input_schema") or {"type": "object", "properties": {}},
+                )
+                for tool in reply["data"]["observation"]["tools"]
+            ]
         except (AttributeError, LookupError, TypeError) as error:
             raise self._failure(f"the tools {json.dumps(reply)[:200]}") from error
 
@@ -262,20 +263,10 @@ class OpenEnvEnvironment(TextEnvironment):
         """Make the error of a server that did not do what was expected."""
         return RolloutError(
             self._where,
-            got=got,
+            got,
             expected="a server of OpenEnv",
             fix=fix or "Start it, and name its own address: redirects are not followed.",
         )
-
-
-def _tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a tool's description by the server to the form that chat templates take."""
-    function = {
-        "name": tool["name"],
-        "description": tool.get("description") or tool["name"],
-        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-    }
-    return {"type": "function", "function": function}
 
 
 def _shorten_schema(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,53 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Players, which act for the agents of an episode: the policy, a fixed model, or a script."""
 
-import hashlib
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from quadriga.errors import RolloutError
 from quadriga.http_client import HTTPClient, ServerLostError
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Turn
 from quadriga.rollout.environments.pool import Episode
+from quadriga.rollout.sequences import derive_seed
 
 _END_OF_THOUGHT = "</think>"
 
 
-class Player(Protocol):
-    """Interface of a player, which acts for one agent in one episode."""
-
-    async def act(self, observation: str) -> str:
-        """Respond to an observation with an action."""
-
-
-class GeneratesTurns(Protocol):
-    """Interface of `Play`, which generates turns and keeps count of their rewards."""
-
-    def generate(self) -> Awaitable[Turn]:
-        """Generate the next turn."""
-
-
+@dataclass(frozen=True)
 class PolicyPlayer:
-    """Player that is the policy. It has a conversation for itself.
+    """Player that is the policy."""
 
-    Args:
-        chat: the conversation.
-        prompt: function that makes the first messages from the conversation and an observation.
-        play: generates the turns of an agent that is trained. None: the agent is not trained.
-        name: name of the agent, for the reason why an episode was cut off.
-    """
-
-    def __init__(
-        self,
-        chat: Conversation,
-        prompt: Callable[[Conversation, str], list[dict[str, Any]]],
-        play: GeneratesTurns | None = None,
-        name: str = "",
-    ) -> None:
-        self._chat = chat
-        self._prompt = prompt
-        self._play = play
-        self._name = name
+    chat: Conversation  # of this player alone
+    # Makes the first messages from the conversation and an observation.
+    prompt: Callable[[Conversation, str], list[dict[str, Any]]]
+    generate: Callable[[], Awaitable[Turn]]  # generates the next turn in the conversation
+    name: str  # of the agent, for the reason why an episode was cut off
 
     async def act(self, observation: str) -> str:
         """Generate a turn. The action is its text after the thoughts.
@@ -56,44 +31,34 @@ class PolicyPlayer:
             ConversationOver: the conversation reached a limit.
         """
         try:
-            if self._chat.turns:
-                self._chat.append([{"role": "user", "content": observation}])
+            if self.chat.turns:
+                self.chat.append([{"role": "user", "content": observation}])
             else:
-                self._chat.begin(self._prompt(self._chat, observation))
-            if self._play is not None:
-                turn = await self._play.generate()
-            else:
-                turn = await self._chat.generate()
+                self.chat.begin(self.prompt(self.chat, observation))
+            turn = await self.generate()
         except ConversationOver as over:
             # This ends the whole episode. Conversations of other agents get the reason with the
             # name of this agent.
-            if self._play is not None:
-                self._chat.finish_reason = over.reason
-            raise ConversationOver(f"{self._name}: {over.reason}") from over
+            self.chat.finish_reason = over.reason
+            raise ConversationOver(f"{self.name}: {over.reason}") from over
         text = str(turn.messages[0]["content"])
         return text.rpartition(_END_OF_THOUGHT)[2].strip()
 
 
+@dataclass
 class ScriptedPlayer:
-    """Player that is a user's function, or random. It runs in the process of the environment.
+    """Player that is a user's function, or random. It runs in the process of the environment."""
 
-    Args:
-        episode: the episode.
-        reference: "random", or `file.py:function`.
-        seed: seed of the player.
-    """
-
-    def __init__(self, episode: Episode, reference: str, seed: int) -> None:
-        self._episode = episode
-        self._reference = reference
-        self._seed = seed
-        self._num_actions = 0
+    episode: Episode
+    reference: str  # "random", or `file.py:function`
+    seed: int
+    num_actions: int = 0
 
     async def act(self, observation: str) -> str:
         """Choose an action. Each has a different seed."""
-        seed = seed_of(self._seed, self._num_actions)
-        self._num_actions += 1
-        return await self._episode.sample(observation, seed, self._reference)
+        seed = player_seed(self.seed, self.num_actions)
+        self.num_actions += 1
+        return await self.episode.sample(observation, seed, self.reference)
 
 
 class ServerPlayer:
@@ -134,27 +99,27 @@ class ServerPlayer:
                 "messages": self._messages,
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
-                "seed": seed_of(sampling.seed, len(self._messages)) % 2**31,
+                "seed": player_seed(sampling.seed, len(self._messages)) % 2**31,
             }
             reply = await self._client.call_async("v1/chat/completions", body)
             text = str(reply["choices"][0]["message"]["content"] or "")
         except (ServerLostError, LookupError, TypeError) as error:
             got = f"{type(error).__name__}: {error}"
             expected = "a server with /v1/models and /v1/chat/completions"
-            raise RolloutError(self._client.where, got=got, expected=expected) from error
+            raise RolloutError(self._client.where, got, expected) from error
         self._messages.append({"role": "assistant", "content": text})
         return text.rpartition(_END_OF_THOUGHT)[2].strip()
 
 
-def seed_of(seed: Any, number: int) -> int:
-    """Derive a seed from another one and a number.
+def player_seed(seed: int, number: int) -> int:
+    """Derive a seed below 2**56 for a player, or for one of its actions.
 
     Args:
-        seed: the seed to derive from; anything with a stable `repr`, such as a tuple of integers.
-        number: different numbers give different seeds.
-
-    Returns:
-        An integer below 2**56, the same in every process.
+        seed: the seed to derive from.
+        number: number of the player or of the action.
     """
-    digest = hashlib.blake2b(repr((seed, number)).encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big")
+    return derive_seed(seed, number, num_bytes=7)
+
+
+# What a player may be: each has `act`, which responds to an observation with an action.
+Player: TypeAlias = PolicyPlayer | ScriptedPlayer | ServerPlayer

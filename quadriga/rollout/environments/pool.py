@@ -18,19 +18,20 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from quadriga.config.environment import EnvironmentConfig
-from quadriga.errors import RolloutError
+from quadriga.errors import QuadrigaError, RolloutError
 from quadriga.observe.metrics import Metric
 from quadriga.rewards.outcome import Kind
 from quadriga.rewards.process import LOADING_LIMIT_S, OutputPrinter
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError
 from quadriga.rollout.environments.interface import Action, Description, EnvironmentSpec, Step
-from quadriga.rollout.environments.process import RAISED, UNUSABLE, EnvironmentProcess
+from quadriga.rollout.environments.process import EnvironmentProcess
 
 _ENDING_S = 1.0  # for a process that has closed its connection, to end by itself
 _MAX_DEATHS = 3  # of a process in the same call, or before it has loaded the environment
@@ -46,17 +47,6 @@ class EnvironmentFailedError(ToolFailedError):
 
     reason = "environment_error"
     kind: Kind = "raised"
-
-
-def environment_spec(config: EnvironmentConfig) -> EnvironmentSpec:
-    """Make the description of the configured environment that its processes receive."""
-    return EnvironmentSpec(
-        name=str(config.name),
-        options=config.options,
-        num_agents=config.num_agents,
-        has_network=config.network or config.is_remote,
-        max_observation_length=config.max_observation_length,
-    )
 
 
 class EnvironmentPool:
@@ -91,12 +81,19 @@ class EnvironmentPool:
             self._episode_slots = asyncio.Semaphore(
                 max(1, config.max_concurrent_episodes // num_shares)
             )
-        self._hosts = []
-        for _ in range(max(1, num_processes // num_shares)):
-            host = _Host(environment_spec(config), config.timeout_s, self._printed, self._counts)
-            self._hosts.append(host)
+        spec = EnvironmentSpec(
+            name=str(config.name),
+            options=config.options,
+            num_agents=config.num_agents,
+            has_network=config.network or config.is_remote,
+            max_observation_length=config.max_observation_length,
+        )
+        self._hosts = [
+            _Host(spec, config.timeout_s, self._printed, self._counts)
+            for _ in range(max(1, num_processes // num_shares))
+        ]
         # All processes start now. A later one that fails raises in its first call.
-        starts = [host.submit(host.start) for host in self._hosts]
+        starts = [host.thread.submit(host.start) for host in self._hosts]
         try:
             self.description: Description = starts[0].result()
         except BaseException:
@@ -120,13 +117,13 @@ class EnvironmentPool:
             finally:
                 host.episodes.discard(episode)
                 # Submitted, so that it follows a call that is in progress.
-                host.submit(host.drop, episode)
+                host.thread.submit(host.drop, episode)
 
     def take_metrics(self) -> dict[str, Metric]:
         """Failures and restarts since the last call, as metrics."""
         metrics = {}
         for name in _COUNTS:
-            # One step, because the threads of the hosts go on counting.
+            # `pop` reads and resets at once, because the threads of the hosts go on counting.
             metrics[f"env/{name}"] = Metric(self._counts.pop(name, 0), "sum")
         return metrics
 
@@ -137,31 +134,22 @@ class EnvironmentPool:
         self._printed.close()
 
 
+@dataclass(eq=False)
 class Episode:
-    """An episode of an environment. Only one task at a time may use it.
+    """An episode of an environment. Only one task at a time may use it."""
 
-    Args:
-        host: leads the process in which the episode runs.
-        number: number of the episode in the pool.
-        seed: see `EnvironmentPool.open`.
-        row: see `EnvironmentPool.open`.
-
-    Attributes:
-        calls: method, arguments and hash of the answer of each call so far, for a replay.
-        generation: number of the host's process that has the episode; -1 for none. The host counts
-            its processes from 1.
-    """
-
-    def __init__(self, host: "_Host", number: int, seed: int, row: Mapping[str, Any]) -> None:
-        self._host = host
-        self.number = number
-        self._reset_arguments = (seed, dict(row))
-        self.calls: list[tuple[str, tuple[Any, ...], str]] = []
-        self.generation = -1
+    host: "_Host"  # leads the process in which the episode runs
+    number: int  # of the episode in the pool
+    seed: int  # for `reset`
+    row: Mapping[str, Any]  # for `reset`
+    # Method, arguments and hash of the answer of each call so far, for a replay.
+    calls: list[tuple[str, tuple[Any, ...], str]] = field(default_factory=list)
+    # Number of the host's process that has the episode, counted from 1; -1 for none.
+    generation: int = -1
 
     async def reset(self) -> Step:
         """Begin the episode. Errors are those of `step`."""
-        return await self._call("reset", self._reset_arguments)
+        return await self._call("reset", (self.seed, dict(self.row)))
 
     async def step(self, action: Action) -> Step:
         """Take an action.
@@ -183,8 +171,7 @@ class Episode:
         Returns:
             The action as text; see `TextEnvironment.sample`.
         """
-        step = await self._call("sample", (text, seed, reference))
-        return step.text
+        return (await self._call("sample", (text, seed, reference))).text
 
     async def finish(self) -> Step:
         """End the episode, after which it takes no calls. Errors are those of `step`."""
@@ -192,15 +179,14 @@ class Episode:
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> Step:
         """Make a call in the thread of the host, and wait for its answer."""
-        return await asyncio.wrap_future(
-            self._host.submit(self._host.call, self, method, arguments)
-        )
+        host = self.host
+        return await asyncio.wrap_future(host.thread.submit(host.call, self, method, arguments))
 
 
 class _Host:
     """A process of environments, and the thread of this process that sends it calls.
 
-    All methods except `submit` and `close` run in this thread.
+    All methods except `close` run in this thread.
 
     Args:
         spec: the environment.
@@ -209,6 +195,7 @@ class _Host:
         counts: numbers of failures and restarts by name, shared by the hosts of a pool.
 
     Attributes:
+        thread: the thread.
         episodes: open episodes of this host.
     """
 
@@ -224,16 +211,12 @@ class _Host:
         self._printed = printed
         self._counts = counts
         # One thread, so that the process gets one call at a time.
-        self._thread = ThreadPoolExecutor(1, "quadriga-environment")
+        self.thread = ThreadPoolExecutor(1, "quadriga-environment")
         self._process: EnvironmentProcess | None = None
         self._description = Description()
         self._generation = 0
         self._is_closed = False
         self.episodes: set[Episode] = set()
-
-    def submit(self, function: Any, *arguments: Any) -> "Future[Any]":
-        """Call a function in the host's thread, after the calls before it."""
-        return self._thread.submit(function, *arguments)
 
     def start(self) -> Description:
         """Start the process, unless it runs already.
@@ -249,7 +232,6 @@ class _Host:
             return self._description
         if self._is_closed:
             raise self._load_error("the pool is closed")
-        content: Any = None
         end = ""  # how the process has ended
         for _ in range(_MAX_DEATHS):
             # The first start of the host is no restart.
@@ -257,20 +239,19 @@ class _Host:
             self._generation += 1
             self._process = EnvironmentProcess(self._spec, self._printed)
             try:
-                kind, content = self._process.receive(LOADING_LIMIT_S)
-                break
+                answer = self._process.receive(LOADING_LIMIT_S)
             except TimeoutError as error:
                 self._stop()
                 raise self._load_error(str(error)) from error
             except EOFError:
                 end = self._stop(_ENDING_S)
-        else:
-            raise self._load_error(f"{end}, {_MAX_DEATHS} times")
-        if kind == UNUSABLE:
-            self._stop()
-            raise content
-        self._description = content
-        return content
+                continue
+            if isinstance(answer, QuadrigaError):
+                self._stop()
+                raise answer
+            self._description = answer
+            return answer
+        raise self._load_error(f"{end}, {_MAX_DEATHS} times")
 
     def _load_error(self, got: str) -> RolloutError:
         """Make the error of a process that has not loaded the environment."""
@@ -324,8 +305,8 @@ class _Host:
         # Without the kill, `_stop` would have to wait for the call in progress.
         if self._process is not None:
             self._process.kill()
-        self._thread.submit(self._stop)
-        self._thread.shutdown()
+        self.thread.submit(self._stop)
+        self.thread.shutdown()
 
     def _replay(self, episode: Episode) -> None:
         """Repeat the calls of an episode in a new process.
@@ -361,17 +342,16 @@ class _Host:
         assert self._process is not None, "a host starts its process before a call"
         self._process.send((episode.number, method, arguments))
         try:
-            kind, content = self._process.receive(self._timeout_s)
+            answer = self._process.receive(self._timeout_s)
         except TimeoutError:
             self._stop()
             got = f"no answer within {self._timeout_s:g} s (env.timeout_s); its process was killed"
             raise self._count_failure("timeouts", where, got, kind="timeout") from None
-        if kind == RAISED:
-            last_line = content.strip().splitlines()[-1]
-            failure = self._count_failure("raised", where, last_line)
-            failure.details = f"{where}:\n{content}"
+        if isinstance(answer, str):  # the traceback of an error
+            failure = self._count_failure("raised", where, answer.strip().splitlines()[-1])
+            failure.details = f"{where}:\n{answer}"
             raise failure
-        return content
+        return answer
 
     def _count_failure(
         self, count_name: str, where: str, got: str, *, kind: Kind = "raised", fix: str = ""
@@ -386,7 +366,7 @@ class _Host:
             fix: advice.
         """
         self._counts[count_name] += 1
-        failure = EnvironmentFailedError(where, got=got, expected="a step", fix=fix)
+        failure = EnvironmentFailedError(where, got, expected="a step", fix=fix)
         failure.kind = kind
         return failure
 

@@ -3,9 +3,9 @@
 
     driver                                     process
       | -- EnvironmentSpec ------------------> |  loads the environment's class
-      | <- ("ready", Description) ------------ |  or ("unusable", error)
+      | <- Description ----------------------- |  or the QuadrigaError that prevents it
       | -- (episode, "reset", (seed, row)) --> |  seeds the global random states of the episode
-      | <- ("step", Step) -------------------- |  or ("raised", traceback)
+      | <- Step ------------------------------ |  or a traceback, a text
       | -- (episode, "step", (action,)) -----> |
       | -- (episode, "finish", ()) ----------> |  the episode's object is dropped afterwards
       | -- (episode, "drop", ()) ------------> |  no answer
@@ -43,11 +43,6 @@ from quadriga.rollout.environments.interface import (
     plain_value,
 )
 
-READY = "ready"
-UNUSABLE = "unusable"
-STEP = "step"
-RAISED = "raised"
-
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 # Events of Python's audit hooks by which a program reaches the network.
@@ -67,8 +62,7 @@ class EnvironmentProcess:
         try:
             # A replay in another process must give the same texts, and the order in which a set of
             # texts is iterated depends on this seed.
-            variables = {"PYTHONHASHSEED": "0"}
-            self._program = SupervisedProgram(__name__, program_output_fd, variables)
+            self._program = SupervisedProgram(__name__, program_output_fd, {"PYTHONHASHSEED": "0"})
         finally:
             os.close(program_output_fd)
         self._connection = self._program.connection
@@ -85,14 +79,11 @@ class EnvironmentProcess:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(message)
 
-    def receive(self, timeout_s: float) -> tuple[str, Any]:
-        """Wait for the next answer.
+    def receive(self, timeout_s: float) -> Any:
+        """Wait for the next answer, and return it.
 
         Args:
             timeout_s: longest time to wait, in seconds.
-
-        Returns:
-            Kind and content of the answer.
 
         Raises:
             TimeoutError: there is no answer in time.
@@ -147,9 +138,9 @@ def main(connection_fd: int) -> None:
                 leave_network()
             host = EpisodeHost(spec)
         except QuadrigaError as error:
-            connection.send((UNUSABLE, error))
+            connection.send(error)
             return
-        connection.send((READY, host.description))
+        connection.send(host.description)
         _serve(connection, host)
 
 
@@ -162,9 +153,9 @@ def _serve(connection: Connection, host: "EpisodeHost") -> None:
             host.drop(episode)
             continue
         try:
-            answer = (STEP, host.call(episode, method, arguments))
+            answer = host.call(episode, method, arguments)
         except (Exception, SystemExit) as error:
-            answer = (RAISED, traceback_text(error))
+            answer = traceback_text(error)
         if os.getpid() != pid:
             # The environment has forked, and this is the child: the parent answers.
             os._exit(0)

@@ -27,7 +27,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from quadriga.errors import RolloutError, did_you_mean
-from quadriga.rollout.agent_loop.tools import describe
+from quadriga.rollout.agent_loop.tools import describe, faults_of
 from quadriga.rollout.environments.interface import (
     Action,
     EnvironmentSpec,
@@ -107,7 +107,7 @@ class SteppedEnvironment(TextEnvironment):
         """
         reset = self.environment.reset
         result = reset(**accepted_arguments(reset, {**row, "seed": seed}))
-        info: Mapping[str, Any] = {}
+        info = {}
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
             result, info = result
         text = self.observation_text(result, info)
@@ -126,9 +126,7 @@ class SteppedEnvironment(TextEnvironment):
                 return Step(f"Error: {error}", self._agent, info={"is_invalid": True})
         result = self.environment.step(action)
         observation, reward, is_done, info = _read_step(result)
-        rewards = reward
-        if not isinstance(reward, Mapping):
-            rewards = {self._agent: reward}
+        rewards = reward if isinstance(reward, Mapping) else {self._agent: reward}
         text = self.observation_text(observation, info)
         self._agent = info.get("agent", 0)
         return Step(text, self._agent, rewards, is_done, self._add_state(info, observation))
@@ -182,7 +180,7 @@ def _read_step(result: Any) -> tuple[Any, Any, bool, Mapping[str, Any]]:
         )
     # After the reward: terminated, perhaps truncated, and with more than three values the info.
     observation, reward, *flags = result
-    info: Mapping[str, Any] = {}
+    info = {}
     if len(result) > 3:
         info = flags.pop() or {}
     if not isinstance(info, Mapping):
@@ -240,9 +238,7 @@ class ToolEnvironment(TextEnvironment):
         try:
             model = self._validators[name](action["arguments"])
         except ValidationError as error:
-            details = error.errors(include_url=False)[0]
-            place = ".".join(map(str, details["loc"]))
-            return _refusal(f"{name}, {place}: {details['msg']}")
+            return _refusal(f"{name}, {faults_of(error)[0]}")
         arguments = {field: getattr(model, field) for field in model.model_fields_set}
         try:
             result = self._methods[name](**arguments)

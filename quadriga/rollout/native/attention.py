@@ -15,7 +15,7 @@ the largest group, T tokens of a response that there is room for, t tokens of th
 H query heads, K key-value heads, G = H / K, D head size, N packed tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from typing import Any, TypeAlias
 
@@ -87,10 +87,11 @@ class PrefixCache:
         self.keys[layer][places] = key
         self.values[layer][places] = value
 
-    def keep(self, places: Sequence[int]) -> None:
-        """Drop all prefixes except those at the indices `places`."""
+    def keep(self, needed: Collection[Any]) -> None:
+        """Drop all prefixes that are not in `needed`."""
+        places = [place for place, prefix in enumerate(self.prefixes) if prefix in needed]
         # Usually all prefixes stay, and nothing has to be copied.
-        if list(places) == list(range(len(self.prefixes))):
+        if len(places) == len(self.prefixes):
             return
         self.prefixes = [self.prefixes[place] for place in places]
         if self.last_hidden is None:
@@ -151,7 +152,6 @@ class ResponseCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         # State of the current step.
-        self._num_slots = 0
         self._length = 0  # tokens of each slot that attention reads
         self._written = torch.empty(0)  # [R], tokens that each slot holds
         self._rows: Tensor | None = None  # rows that the new tokens are written to; see `write`
@@ -194,7 +194,6 @@ class ResponseCache:
             written: [R] int64, tokens that each slot holds before the step.
             length: tokens of each slot that attention reads, the new one included.
         """
-        self._num_slots = len(written)
         self._length = length
         self._written = written
         self._rows = None
@@ -227,10 +226,8 @@ class ResponseCache:
         Returns:
             The keys and the values of all tokens so far, views [R, K, t, D].
         """
-        num_heads = key.shape[1]
-        head_size = key.shape[3]
+        num_slots, num_heads, _, head_size = key.shape
         keys, values = self.layer_memory(layer, value)
-        num_slots = self._num_slots
         if self._rows is None:
             # Row of each slot and head in [C * K * T, D], the same for all layers of a step.
             heads = torch.arange(num_slots * num_heads, device=key.device)
@@ -356,7 +353,7 @@ class DecodePlan:
         Returns:
             The slot of each cell, [P * n], and the cell of each slot, [R].
         """
-        slot_of_cell: list[int] = []
+        slot_of_cell = []
         cell_of_slot = [0] * len(self.places)
         for place, group in enumerate(self.slots_of_prefix):
             for number, slot in enumerate(group):
@@ -506,35 +503,17 @@ class DecodePlan:
         if max(positions) < window:
             return self.prefix_mask, self.mask
         if window not in self.window_masks:
+            tokens = torch.tensor([lengths, positions, self.written], device=self.device)
+            prefix_lengths, _, written = tokens
+            # The first key in the window, counted from the first key of the prefix, or of the response.
+            prefix_starts, response_starts = tokens[1:] - window + 1
+            by_slot = hidden_mask(prefix_lengths, max(self.lengths), prefix_starts)
             # From a row per slot to a row per cell and query head, as `attend` arranges queries.
-            by_slot = self._window_mask(positions, max(self.lengths), window)
-            by_cell = by_slot[self.slot_of_cell].unflatten(0, (-1, self.group_size))
-            prefix_mask = by_cell.repeat_interleave(num_queries, 1)[:, None]
-            if self.prefix_mask is not None:
-                prefix_mask = prefix_mask + self.prefix_mask
-            mask = self._window_mask(self.written, max(self.written) + 1, window)[:, None, None]
-            if self.mask is not None:
-                mask = mask + self.mask
+            by_cell = by_slot[self.slot_of_cell, :, 0].unflatten(0, (-1, self.group_size))
+            prefix_mask = by_cell.repeat_interleave(num_queries, 1).transpose(1, 2)
+            mask = hidden_mask(written + 1, max(self.written) + 1, response_starts)
             self.window_masks[window] = (prefix_mask, mask)
         return self.window_masks[window]
-
-    def _window_mask(self, positions: Sequence[int], width: int, window: int) -> Tensor:
-        """Additive mask that hides the keys outside a sliding window.
-
-        Key and position count from the same token: the first of the prefix, or of the response.
-
-        Args:
-            positions: position of the new token of each slot, [R].
-            width: number of keys.
-            window: keys that are this many or more tokens before the new one are hidden.
-
-        Returns:
-            [R, width] float32: 0, or `HIDDEN` (in effect -inf).
-        """
-        columns = torch.arange(width, device=self.device)
-        distances = torch.tensor(positions, device=self.device)[:, None] - columns
-        mask = torch.zeros(len(positions), width, device=self.device)
-        return mask.masked_fill_(distances >= window, HIDDEN)
 
     def _padding_mask(self, lengths: Sequence[int], width: int) -> Tensor | None:
         """`hidden_mask` of these lengths; None if there is no padding to hide."""
@@ -543,17 +522,21 @@ class DecodePlan:
         return hidden_mask(torch.tensor(lengths, device=self.device), width)
 
 
-def hidden_mask(lengths: Tensor, width: int) -> Tensor:
-    """Additive mask that hides the padding of rows.
+def hidden_mask(lengths: Tensor, width: int, starts: Tensor | None = None) -> Tensor:
+    """Additive mask that hides the padding of rows, and perhaps their first tokens.
 
     Args:
         lengths: [A], number of tokens of each row.
         width: padded length.
+        starts: [A], first token of each row that is not hidden. None: no token is hidden.
 
     Returns:
-        [A, 1, 1, width] float32: 0 for tokens, `HIDDEN` (in effect -inf) for padding.
+        [A, 1, 1, width] float32: 0 for tokens, `HIDDEN` (in effect -inf) for hidden ones and padding.
     """
-    is_hidden = torch.arange(width, device=lengths.device) >= lengths[:, None]
+    columns = torch.arange(width, device=lengths.device)
+    is_hidden = columns >= lengths[:, None]
+    if starts is not None:
+        is_hidden |= columns < starts[:, None]
     mask = torch.zeros(is_hidden.shape, device=lengths.device)
     return mask.masked_fill_(is_hidden, HIDDEN)[:, None, None]
 
@@ -708,14 +691,10 @@ def compiled_attention(
         dtype: dtype of the KV cache.
         head_size: D.
     """
-    loops: Kernels | TritonKernels | None = None
-    if device.type == "cpu":
-        loops = kernels()
+    loops: Kernels | TritonKernels | None = kernels() if device.type == "cpu" else None
     if dtype in HALF_DTYPES and can_launch_triton(device):
         loops = TritonKernels()
-    if loops is None or not loops.can_attend(head_size):
-        return None
-    return loops
+    return loops if loops is not None and loops.can_attend(head_size) else None
 
 
 def attend_part(

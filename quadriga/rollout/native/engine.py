@@ -50,6 +50,7 @@ from quadriga.rollout.interface import (
 from quadriga.rollout.native.attention import cache_dtype
 from quadriga.rollout.native.cache_memory import CacheMemory
 from quadriga.rollout.native.generation import Generation, GenerationRequest
+from quadriga.rollout.native.graphs import obstacle_to_graphs
 from quadriga.rollout.native.group_steps import BatchEnd, GroupSteps, NewWeights, StepMessage
 from quadriga.rollout.native.inbox import Inbox, RunnerThread, Work
 from quadriga.rollout.native.network import (
@@ -163,6 +164,7 @@ class NativeEngine(CausalModelEngine):
         limits: dict[str, Any] = {
             "max_num_batched_tokens": rollout.max_num_batched_tokens,
             "cache_gigabytes": rollout.cache_gigabytes,
+            "uses_graphs": not rollout.enforce_eager,
         }
         if setup.group is not None:
             # The model with an adapter tells which matrices a rank merges into its shards.
@@ -181,13 +183,13 @@ class NativeEngine(CausalModelEngine):
             )
             ranks = f"groups of {setup.group.size} ranks"
             engine.description = f"native, in {ranks}, each with a shard of the weights"
+            engine.description += _describe_graphs(setup, model)
             return engine
 
         model = setup.load_copy(ATTENTION_NAME) if setup.actor is None else setup.actor
         engine = cls(
             model,
             records_routes=section.actor.router_replay == "rollout",
-            uses_graphs=not rollout.enforce_eager,
             **limits,
             **cls.options_of(setup, model),
         )
@@ -196,6 +198,7 @@ class NativeEngine(CausalModelEngine):
         if engine.shares_weights:
             weights = "the actor's own weights"
         engine.description = f"native, on {weights}, {description_of(model)}"
+        engine.description += _describe_graphs(setup, model)
         return engine
 
     # ---- requests -------------------------------------------------------------------------------
@@ -455,7 +458,10 @@ class NativeEngine(CausalModelEngine):
         super().load_weights(weights, version)
 
     def sleep(self) -> None:
-        """Free the packed weights. An engine at rest holds no KV cache."""
+        """Free the packed weights, and a copy of the weights on an accelerator.
+
+        An engine at rest holds no KV cache.
+        """
         self._require_idle("sleep")
         super().sleep()
         self._network = None
@@ -616,6 +622,18 @@ class NativeEngine(CausalModelEngine):
             else:
                 self._network = Network(self.model)
         return self._network
+
+
+def _describe_graphs(setup: EngineSetup, model: PreTrainedModel) -> str:
+    """Say whether decode steps on a GPU become CUDA graphs, and if not, why."""
+    if setup.device.type != "cuda":
+        return ""
+    obstacle = obstacle_to_graphs(model, setup.device, setup.dtype, setup.group)
+    if setup.rollout.enforce_eager:
+        obstacle = "rollout.enforce_eager is true"
+    if obstacle:
+        return f", decode steps without CUDA graphs ({obstacle})"
+    return ", decode steps in CUDA graphs"
 
 
 def _requests_of(generation: Generation | None) -> list[GenerationRequest]:

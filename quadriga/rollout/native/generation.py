@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quadriga.errors import RolloutError
 from quadriga.models.experts import RouteRecorder
@@ -39,7 +40,7 @@ from quadriga.rollout.native.attention import (
     ResponseCache,
     plan_decoding,
 )
-from quadriga.rollout.native.graphs import GraphedSteps
+from quadriga.rollout.native.graphs import GraphedSteps, obstacle_to_graphs
 from quadriga.rollout.native.network import Network
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, StopStrings, sample
@@ -84,7 +85,7 @@ class ImagePrefix:
         num_generated = len(self.tokens) - prompt_positions.shape[1]
         return int(prompt_positions[:, -1].max()) + 1 + num_generated
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """Position of each token along time, height and width, [3, tokens]."""
         prompt_positions = self.images.position_ids
         num_generated = len(self.tokens) - prompt_positions.shape[1]
@@ -115,32 +116,6 @@ class OlderPrefix:
 Prefix = tuple[int, ...] | ImagePrefix | OlderPrefix
 
 
-class EndOfResponse:
-    """Decides whether a response is complete.
-
-    Args:
-        sampling: stop tokens, stop strings, and the most tokens of the response.
-        eos_token_ids: end-of-text tokens of the model.
-        tokenizer: decodes the response; needed if there are stop strings.
-    """
-
-    def __init__(
-        self, sampling: SamplingParams, eos_token_ids: Iterable[int], tokenizer: Any
-    ) -> None:
-        self._max_tokens = sampling.max_tokens
-        self._stop_tokens = sampling.stops(eos_token_ids)
-        self._stop_strings = StopStrings(sampling.stop, tokenizer)
-
-    def reason(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """Reason why the response ends with its last token. None: it goes on."""
-        # The stop token stays in the response.
-        if token_ids[-1] in self._stop_tokens or self._stop_strings.is_reached(token_ids):
-            return "stop"
-        if len(token_ids) == self._max_tokens:
-            return "length"
-        return None
-
-
 class GenerationRequest:
     """A prompt, and the response that is generated for it.
 
@@ -153,7 +128,7 @@ class GenerationRequest:
 
     Attributes:
         routes: [tokens, L, k] experts of the prefix's tokens, then of one token each.
-        is_aborted: whether the request was aborted, or its caller does not wait any more.
+        is_aborted: whether the request was aborted.
         joined: called when the request joins a batch, with the number of steps before that.
         times: when the request arrived, and each time it was admitted, in seconds since 1970.
         future: gets the completion.
@@ -170,7 +145,8 @@ class GenerationRequest:
         self.prompt = tuple(prompt)
         self.sampling = sampling
         self.images = images
-        self.end = EndOfResponse(sampling, eos_token_ids, tokenizer)
+        self.stop_tokens = sampling.stops(eos_token_ids)
+        self.stop_strings = StopStrings(sampling.stop, tokenizer)
         self.draws = Draws(sampling.seed)
         # The response so far, with a value for each token.
         self.token_ids: list[int] = []
@@ -183,12 +159,7 @@ class GenerationRequest:
         self.joined: Callable[[int], None] | None = None
         self.times = [time.time()]
         self.future: Future[Completion] = Future()
-        self.future.add_done_callback(self._note_cancellation)
         self.reset_prefix()
-
-    def _note_cancellation(self, future: Future[Completion]) -> None:
-        """Mark the request as aborted if its caller has cancelled the future."""
-        self.is_aborted |= future.cancelled()
 
     def reset_prefix(self) -> None:
         """Make all tokens so far the prefix, which a prefill computes: none is in the KV cache."""
@@ -236,7 +207,11 @@ class GenerationRequest:
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         self.sampling_log_probs.append(sampling_log_prob)
-        self.finish_reason = self.end.reason(self.token_ids)
+        # The stop token stays in the response.
+        if token in self.stop_tokens or self.stop_strings.is_reached(self.token_ids):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self.sampling.max_tokens:
+            self.finish_reason = "length"
 
     def continue_from(self, earlier: Completion) -> None:
         """Continue a response that was aborted.
@@ -261,10 +236,8 @@ class GenerationRequest:
         Args:
             weight_version: version of the current weights.
         """
-        # A request that was aborted before it was admitted has no such time.
-        first_admitted_at = math.nan
-        if len(self.times) > 1:
-            first_admitted_at = self.times[1]
+        # A request that was aborted before it was admitted has only the first time.
+        arrived_at, first_admitted_at, *_ = (*self.times, math.nan)
         return Completion(
             token_ids=list(self.token_ids),
             log_probs=list(self.log_probs),
@@ -273,7 +246,7 @@ class GenerationRequest:
             sampling_log_probs=list(self.sampling_log_probs),
             routes=np.concatenate(self.routes) if self.routes else None,
             versions=list(self.versions),
-            times=(self.times[0], first_admitted_at, time.time()),
+            times=(arrived_at, first_admitted_at, time.time()),
         )
 
     def resolve(self, weight_version: int) -> None:
@@ -323,7 +296,10 @@ class Generation:
         self.weight_version = weight_version
         self.plan: AnyDecodePlan | None = None
         self.graphs: GraphedSteps | None = None
-        if self.uses_graphs and GraphedSteps.can_capture(network):
+        model = network.model
+        if self.uses_graphs and not obstacle_to_graphs(
+            model, network.device, model.dtype, network.group
+        ):
             self.graphs = GraphedSteps(network)
 
     def advance(self, aborted: Collection[GenerationRequest] = ()) -> None:
@@ -333,18 +309,12 @@ class Generation:
             aborted: requests to end.
         """
         scheduler = self.scheduler
-        if aborted:
-            # Backwards, because ending a request moves the one of the last slot.
-            for slot in reversed(range(len(scheduler.running))):
-                if scheduler.running[slot] in aborted:
-                    self._end_request(slot)
-            still_waiting = []
-            for request in scheduler.waiting:
-                if request in aborted:
-                    request.resolve(self.weight_version)
-                else:
-                    still_waiting.append(request)
-            scheduler.waiting = still_waiting
+        for request in aborted:
+            if request in scheduler.waiting:
+                scheduler.waiting.remove(request)
+                request.resolve(self.weight_version)
+            elif request in scheduler.running:
+                self._end_request(scheduler.running.index(request))
         if scheduler.waiting:
             self._admit()
         if scheduler.running:
@@ -370,13 +340,13 @@ class Generation:
             self.routes = {}
             return
 
-        # Mark the prefixes as old, so that requests that start later do not share them.
-        marked: dict[Prefix, OlderPrefix] = {}
+        # Mark the prefixes as old, so that requests that start later do not share them. A prefix
+        # that is older than one change of weights is marked already.
+        marked = {}
         for prefix in self.prefixes.prefixes:
-            # A prefix that is older than one change of weights is marked already.
             is_marked = isinstance(prefix, OlderPrefix)
             marked[prefix] = prefix if is_marked else OlderPrefix(prefix, older_version)
-        self.prefixes.prefixes = [marked[prefix] for prefix in self.prefixes.prefixes]
+        self.prefixes.prefixes = list(marked.values())
         self.routes = {marked[prefix]: routes for prefix, routes in self.routes.items()}
         for request in running:
             request.prefix = marked[request.prefix]
@@ -386,7 +356,7 @@ class Generation:
         running = self.scheduler.running
         request = running[slot]
         last = self.scheduler.finish(slot)
-        if last != slot and running[slot].num_written:
+        if last != slot:
             self.responses.move(last, slot, running[slot].num_written)
         self.plan = None
         # Last, because callbacks of the caller run in it.
@@ -416,10 +386,9 @@ class Generation:
 
         # Prefill of the prefixes that are not in the cache, each once for all samples of a prompt.
         self._drop_unused_prefixes()
-        cached = set(self.prefixes.prefixes)
-        new_prefixes = dict.fromkeys(
-            request.prefix for request in started if request.prefix not in cached
-        )
+        new_prefixes = dict.fromkeys(request.prefix for request in started)
+        for prefix in self.prefixes.prefixes:
+            new_prefixes.pop(prefix, None)
         if new_prefixes:
             self.prefixes.extend(self._prefill(list(new_prefixes)))
         self.plan = None
@@ -439,17 +408,14 @@ class Generation:
             started: the requests that start.
             first: their first slot.
         """
-        places = self._prefix_places(started)
-        unique_places = sorted(set(places))
-        row_of_place = {place: row for row, place in enumerate(unique_places)}
-        last_hidden = self.prefixes.last_hidden
-        assert last_hidden is not None
-        hidden = last_hidden[torch.tensor(unique_places, device=self.device)]
+        # On the host, because `unique` waits for the device.
+        places = torch.tensor(self._prefix_places(started))
+        unique_places, rows = places.unique(return_inverse=True)
+        hidden = self.prefixes.last_hidden[unique_places.to(self.device)]
         logits = self.network.logits(hidden)  # [U, V]
-        rows = torch.tensor([row_of_place[place] for place in places], device=self.device)
         rules = SamplingRules.from_params([request.sampling for request in started], self.device)
         # Indexing copies the logits, which the sampler overwrites.
-        self._sample(logits[rows], rules, first)
+        self._sample(logits[rows.to(self.device)], rules, first)
 
     def _max_room(self) -> int:
         """Most tokens that a response of this batch may add to the KV cache."""
@@ -458,8 +424,7 @@ class Generation:
     def _drop_unused_prefixes(self) -> None:
         """Drop all prefixes from the KV cache except those of the current slots."""
         needed = {request.prefix for request in self.scheduler.running}
-        prefixes = self.prefixes.prefixes
-        self.prefixes.keep([place for place, prefix in enumerate(prefixes) if prefix in needed])
+        self.prefixes.keep(needed)
         self.routes = {prefix: routes for prefix, routes in self.routes.items() if prefix in needed}
 
     def _prefill(self, prefixes: Sequence[Prefix]) -> PrefixCache:
@@ -507,9 +472,7 @@ class Generation:
             )
         return cache
 
-    def _pack(
-        self, prefixes: Sequence[Prefix]
-    ) -> tuple[torch.Tensor, torch.Tensor, PackedImages | None]:
+    def _pack(self, prefixes: Sequence[Prefix]) -> tuple[Tensor, Tensor, PackedImages | None]:
         """Pack prefixes into one row of tokens.
 
         Args:
@@ -519,7 +482,7 @@ class Generation:
             Tokens [1, N]; their positions, [1, N], or [3, 1, N] if a prefix has images; and the
             images, None if there are none.
         """
-        tokens: list[int] = []
+        tokens = []
         axis_positions = []  # [3, tokens] of each prefix
         images = []
         for prefix in prefixes:
@@ -564,9 +527,7 @@ class Generation:
 
         # The latest token of each slot is the input of the step.
         tokens = [request.token_ids[-1] for request in requests]
-        logits = None
-        if self.graphs is not None:
-            logits = self.graphs.logits(self.plan, tokens, written)
+        logits = self.graphs.logits(self.plan, tokens, written) if self.graphs else None
         # There are no graphs, or none for the current memory yet.
         if logits is None:
             positions = self.plan.start_step(written)
@@ -599,7 +560,7 @@ class Generation:
         self.plan = None
         self.responses.resize(len(running), max(room, longest + 1), len(running), longest)
 
-    def _sample(self, logits: torch.Tensor, rules: SamplingRules, first: int) -> None:
+    def _sample(self, logits: Tensor, rules: SamplingRules, first: int) -> None:
         """Sample a token of each slot from `first` on, and end the requests that are finished.
 
         Args:

@@ -10,22 +10,62 @@ Attention in half precision reads each row up to its length. In float32 it reads
 responses, under a mask, where a step without a graph reads up to the longest response. Sampling is
 not part of the graph, because it may copy to the host.
 
+In a rollout group the graph contains the sums over the ranks, which NCCL does on the stream of the
+caller. A capture computes the step once more, so all ranks have to capture at the same step. What
+decides about it is therefore the same on all ranks; the addresses of memory are not.
+
 Legend: R rows of a graph, V vocabulary.
 """
 
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from transformers import PreTrainedModel
 
+from quadriga.models.architecture import backbone
 from quadriga.models.experts import mixtures
+from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.native.attention import AnyDecodePlan, compiled_attention
-from quadriga.rollout.native.network import Network, PlainNetwork
+from quadriga.rollout.native.network import Network, is_plain, window_of
 
 # Steps without a graph on new memory: a capture is not worth it if the memory changes within them.
 _STEPS_BEFORE = 3
 # Rotary embeddings that read the largest position on the host.
 _HOST_ROPES = ("dynamic", "longrope")
+
+
+def obstacle_to_graphs(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, group: RolloutGroup | None
+) -> str:
+    """Why the steps of a model cannot be graphs; "" if they can.
+
+    A captured step neither waits for the device nor needs work of the host.
+
+    Args:
+        model: the model; it may be on "meta".
+        device: device that computes.
+        dtype: dtype of the weights.
+        group: the ranks that hold the model together; None: this process holds all of it.
+    """
+    if device.type != "cuda":
+        return f"they are for CUDA, not for {device.type}"
+    if not is_plain(model):
+        return "the model's own module computes"
+    if any(mixtures(model)):
+        return "a mixture of experts counts tokens on the host"
+    if group is not None and not group.is_capturable:
+        return "the ranks of a group have to sum with NCCL"
+    body = cast(Any, backbone(model))
+    if getattr(body.rotary_emb, "rope_type", "default") in _HOST_ROPES:
+        return "the rotary embedding reads positions on the host"
+    for layer in body.layers:
+        attention = layer.self_attn
+        has_window = window_of(attention) is not None
+        if has_window and compiled_attention(device, dtype, attention.head_dim) is None:
+            return "a sliding window in float32 needs a new mask at each step"
+    return ""
 
 
 class Graph:
@@ -103,37 +143,15 @@ class GraphedSteps:
         network: the model.
 
     Attributes:
-        memory: identifies the memory of the KV cache.
+        memory: the tensors of the KV cache.
         num_steps: steps on this memory.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self.graphs: list[Graph] = []
-        self.memory: tuple[int, ...] = ()
+        self.memory: list[weakref.ref[torch.Tensor]] = []
         self.num_steps = 0
-
-    @staticmethod
-    def can_capture(network: Network) -> bool:
-        """Whether a step of this network neither waits for the device nor needs host work.
-
-        A mixture of experts counts tokens on the host, so it waits. A sliding window in float32
-        needs a new mask at each step, which the host makes.
-        """
-        if not isinstance(network, PlainNetwork) or network.device.type != "cuda":
-            return False
-        if network.group is not None or any(mixtures(network.model)):
-            return False
-        # Such embeddings read the largest position on the host, which would wait for the device.
-        rotary = getattr(network.body, "rotary_emb", None)
-        if getattr(rotary, "rope_type", "default") in _HOST_ROPES:
-            return False
-        dtype = network.model.dtype
-        for layer in network.layers:
-            has_window = layer.options.window is not None
-            if has_window and compiled_attention(network.device, dtype, layer.head_size) is None:
-                return False
-        return True
 
     def logits(
         self, plan: AnyDecodePlan, tokens: Sequence[int], written: Sequence[int]
@@ -152,12 +170,14 @@ class GraphedSteps:
         prefixes = plan.prefixes
         responses = plan.responses
         caches = (*prefixes.keys, *prefixes.values, *responses.keys, *responses.values)
-        addresses = [states.data_ptr() for states in caches]
-        # The sizes count, too: new memory of another shape may be at the addresses of the old one.
-        memory = (responses.room, *prefixes.lengths, *addresses)
-        if memory != self.memory:
+        # New memory is in new tensors, on all ranks of a group. On some ranks it may be at the
+        # addresses of the old one.
+        are_same = len(caches) == len(self.memory)
+        if not are_same or any(
+            memory() is not states for memory, states in zip(self.memory, caches, strict=True)
+        ):
             self.graphs = []
-            self.memory = memory
+            self.memory = [weakref.ref(states) for states in caches]
             self.num_steps = 0
         self.num_steps += 1
         # Memory that soon changes again is not worth a capture.

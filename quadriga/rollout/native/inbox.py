@@ -80,7 +80,12 @@ class Inbox:
             self.taken = [*scheduler.running, *scheduler.waiting]
             # Decided under the lock: if the runner ends, whoever calls `put` next starts a new one.
             self._has_runner = bool(self._work) or not scheduler.is_done
-            aborted = [request for request in self.taken if request.is_aborted]
+            # A caller that has cancelled its future does not wait any more.
+            aborted = [
+                request
+                for request in self.taken
+                if request.is_aborted or request.future.cancelled()
+            ]
             return added, aborted, self._has_runner
 
     def next_work(self, requests: Callable[[], list[GenerationRequest]]) -> Work | None:

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,39 +51,27 @@ _FLOAT = ctypes.c_float
 _POINTER = ctypes.c_void_p
 
 
+def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Fields of one type, as ctypes takes them."""
+    return [(name, kind) for name in names]
+
+
 # These structures have the fields of those in kernels.c, in the same order.
 class _Product(ctypes.Structure):
     _fields_ = (
-        ("num_rows", _LONG),
-        ("size", _LONG),
-        ("first", _LONG),
-        ("num_outputs", _LONG),
-        ("is_half", _INT),
-        ("num_threads", _INT),
+        *_fields(_LONG, "num_rows", "size", "first", "num_outputs"),
+        *_fields(_INT, "is_half", "num_threads"),
         ("room", _POINTER),
     )
 
 
 class _Decode(ctypes.Structure):
     _fields_ = (
-        ("num_rows", _LONG),
-        ("num_key_heads", _LONG),
-        ("group", _LONG),
-        ("size", _LONG),
-        ("prefix_room", _LONG),
-        ("own_room", _LONG),
-        ("query_stride", _LONG),
-        ("key_stride", _LONG),
-        ("value_stride", _LONG),
-        ("window", _LONG),
-        ("prefix_of", _POINTER),
-        ("prefix_length", _POINTER),
-        ("num_written", _POINTER),
-        ("sinks", _POINTER),
-        ("scale", _FLOAT),
-        ("softcap", _FLOAT),
-        ("is_half", _INT),
-        ("num_threads", _INT),
+        *_fields(_LONG, "num_rows", "num_key_heads", "group", "size", "prefix_room", "own_room"),
+        *_fields(_LONG, "query_stride", "key_stride", "value_stride", "window"),
+        *_fields(_POINTER, "prefix_of", "prefix_length", "num_written", "sinks"),
+        *_fields(_FLOAT, "scale", "softcap"),
+        *_fields(_INT, "is_half", "num_threads"),
     )
 
 
@@ -168,14 +156,14 @@ class Kernels:
         out = torch.empty(num_rows, sum(len(weight) for weight in weights), dtype=dtype)
         room = torch.empty(num_rows, size)  # in which the loop reorders the rows
 
-        product = _Product()
-        product.num_rows = num_rows
-        product.size = size
-        product.num_outputs = out.shape[1]
-        product.is_half = dtype == torch.bfloat16
-        product.num_threads = torch.get_num_threads()
-        product.room = room.data_ptr()
-
+        product = _Product(
+            num_rows=num_rows,
+            size=size,
+            num_outputs=out.shape[1],
+            is_half=dtype == torch.bfloat16,
+            num_threads=torch.get_num_threads(),
+            room=room.data_ptr(),
+        )
         multiply = self._loops["multiply"]
         for number, weight in enumerate(weights):
             width = len(weight)
@@ -231,29 +219,31 @@ class Kernels:
             _require_layout(tensor, torch.int64, num_rows)
         out = torch.empty(num_rows, num_heads, size, dtype=query.dtype)
 
-        step = _Decode()
-        step.num_rows = num_rows
-        step.num_key_heads = num_key_heads
-        step.group = num_heads // num_key_heads
-        step.size = size
-        step.prefix_room = prefixes.keys.shape[2]
-        step.own_room = own.keys.shape[2]
-        step.query_stride = query.stride(0)
-        step.key_stride = key.stride(0)
-        step.value_stride = value.stride(0)
-        step.window = options.window or 0
-        step.prefix_of = places.prefix_of.data_ptr()
-        step.prefix_length = places.prefix_length.data_ptr()
-        step.num_written = places.num_written.data_ptr()
         # `sinks` stays referenced until the loop has returned: the structure holds its address.
-        sinks = None
-        if options.sinks is not None:
-            sinks = options.sinks.detach().float().contiguous()
-            step.sinks = sinks.data_ptr()
-        step.scale = scale
-        step.softcap = options.softcap or 0.0
-        step.is_half, step.num_threads = _dtype_and_threads(query)
-
+        sinks = options.sinks
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
+        is_half, num_threads = _dtype_and_threads(query)
+        step = _Decode(
+            num_rows=num_rows,
+            num_key_heads=num_key_heads,
+            group=num_heads // num_key_heads,
+            size=size,
+            prefix_room=prefixes.keys.shape[2],
+            own_room=own.keys.shape[2],
+            query_stride=query.stride(0),
+            key_stride=key.stride(0),
+            value_stride=value.stride(0),
+            window=options.window or 0,
+            prefix_of=places.prefix_of.data_ptr(),
+            prefix_length=places.prefix_length.data_ptr(),
+            num_written=places.num_written.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
+            scale=scale,
+            softcap=options.softcap or 0.0,
+            is_half=is_half,
+            num_threads=num_threads,
+        )
         tensors = (out, query, key, value, *own, *prefixes)
         self._loops["attend"](step, *(tensor.data_ptr() for tensor in tensors))
         return out
@@ -400,8 +390,7 @@ def _load() -> Kernels:
         raise _UnavailableError(f"{limit} excludes AVX-512")
     if not torch.cpu._is_avx512_supported():
         raise _UnavailableError("this processor has no AVX-512")
-    compilers = filter(None, map(shutil.which, _COMPILERS))
-    compiler = next(compilers, None)
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise _UnavailableError("no C compiler is installed (gcc would make generation faster)")
 
@@ -413,8 +402,7 @@ def _load() -> Kernels:
     depends_on = "\n".join((source, *_FLAGS, version, cpu_flags))
     digest = hashlib.sha256(depends_on.encode()).hexdigest()[:16]
 
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache_home / "quadriga"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quadriga"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Code from this folder runs in our process, so nobody else may be able to write to it.
     state = folder.stat()

@@ -39,6 +39,18 @@ _BLOCKS = 16  # blocks of a chunk
 
 
 @triton.jit
+def _load(addresses, mask, other=0.0):
+    """Load numbers as float32; `other` where the mask is false."""
+    return tl.load(addresses, mask=mask, other=other).to(tl.float32)
+
+
+@triton.jit
+def _round(numbers, half: tl.constexpr):
+    """Round float32 numbers to half precision, wherever torch's operators would round."""
+    return numbers.to(half).to(tl.float32)
+
+
+@triton.jit
 def _normalize_kernel(
     states,
     added,
@@ -65,16 +77,15 @@ def _normalize_kernel(
     columns = tl.arange(0, COLUMNS)
     exists = columns < SIZE
     half: tl.constexpr = result.dtype.element_ty
-    # Computed in float32, and rounded to half precision wherever torch's operators would round.
     offsets = row * SIZE + columns
-    x = tl.load(states + offsets, mask=exists, other=0.0).to(tl.float32)
+    x = _load(states + offsets, exists)
     if HAS_ADDED:
-        x += tl.load(added + offsets, mask=exists, other=0.0).to(tl.float32)
+        x += _load(added + offsets, exists)
         tl.store(added + offsets, x.to(half), mask=exists)
-        x = x.to(half).to(tl.float32)
+        x = _round(x, half)
     mean_square = tl.sum(x * x, 0) / SIZE
-    normed = (x * tl.rsqrt(mean_square + epsilon)).to(half).to(tl.float32)
-    factors = tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32)
+    normed = _round(x * tl.rsqrt(mean_square + epsilon), half)
+    factors = _load(weight + columns, exists)
     tl.store(result + offsets, (normed * factors).to(half), mask=exists)
 
 
@@ -114,21 +125,21 @@ def _rotate_kernel(
     first_half = states + row * stride + heads[:, None] * SIZE + columns[None, :]
     second_half = first_half + middle
     exists = (heads[:, None] < num_rotated) & is_column[None, :]
-    first = tl.load(first_half, mask=exists, other=0.0).to(tl.float32)
-    second = tl.load(second_half, mask=exists, other=0.0).to(tl.float32)
+    first = _load(first_half, exists)
+    second = _load(second_half, exists)
 
     offsets = row * SIZE + columns
-    first_cos = tl.load(cos + offsets, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    second_cos = tl.load(cos + offsets + middle, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    first_sin = tl.load(sin + offsets, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    second_sin = tl.load(sin + offsets + middle, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    first_cos = _load(cos + offsets, is_column)[None, :]
+    second_cos = _load(cos + offsets + middle, is_column)[None, :]
+    first_sin = _load(sin + offsets, is_column)[None, :]
+    second_sin = _load(sin + offsets + middle, is_column)[None, :]
 
     # Each product is rounded before the sum, as torch's operators do.
-    cos_part = (first * first_cos).to(half).to(tl.float32)
-    sin_part = (second * first_sin).to(half).to(tl.float32)
+    cos_part = _round(first * first_cos, half)
+    sin_part = _round(second * first_sin, half)
     tl.store(first_half, (cos_part - sin_part).to(half), mask=exists)
-    cos_part = (second * second_cos).to(half).to(tl.float32)
-    sin_part = (first * second_sin).to(half).to(tl.float32)
+    cos_part = _round(second * second_cos, half)
+    sin_part = _round(first * second_sin, half)
     tl.store(second_half, (cos_part + sin_part).to(half), mask=exists)
 
 
@@ -147,9 +158,9 @@ def _gate_kernel(states, result, width, COLUMNS: tl.constexpr):
     exists = columns < width
     half: tl.constexpr = result.dtype.element_ty
     gates = states + row * 2 * width + columns
-    gate = tl.load(gates, mask=exists, other=0.0).to(tl.float32)
-    up = tl.load(gates + width, mask=exists, other=0.0).to(tl.float32)
-    silu = (gate / (1 + tl.exp(-gate))).to(half).to(tl.float32)
+    gate = _load(gates, exists)
+    up = _load(gates + width, exists)
+    silu = _round(gate / (1 + tl.exp(-gate)), half)
     tl.store(result + row * width + columns, (silu * up).to(half), mask=exists)
 
 
@@ -331,7 +342,7 @@ def _attention_kernel(
 
     if PARTS == 1:
         if HAS_SINKS:
-            total += tl.exp(tl.load(sinks + heads, mask=is_query, other=0.0) - peak)
+            total += tl.exp(_load(sinks + heads, is_query) - peak)
         lines = row * NUM_KEYS * GROUP + heads[:, None]
         normalized = (mixed / total[:, None]).to(result.dtype.element_ty)
         tl.store(result + lines * SIZE + columns[None, :], normalized, mask=inside)
@@ -383,7 +394,7 @@ def _combine_kernel(
         total += tl.exp(tl.load(sinks + line % NUM_HEADS) - peak)
     is_column = columns < SIZE
     offsets = part_lines[:, None] * SIZE + columns[None, :]
-    mixed = tl.load(parts + offsets, mask=is_column[None, :], other=0.0)
+    mixed = _load(parts + offsets, is_column[None, :])
     combined = tl.sum(mixed * shares[:, None], 0) / total
     tl.store(result + line * SIZE + columns, combined.to(result.dtype.element_ty), mask=is_column)
 
@@ -418,7 +429,7 @@ def _weigh_kernel(
     chunk = tl.program_id(1)
     blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
     tokens = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    z = tl.load(logits + row * num_tokens + tokens, mask=tokens < num_tokens, other=-float("inf"))
+    z = _load(logits + row * num_tokens + tokens, tokens < num_tokens, -float("inf"))
     highest = tl.max(tl.max(z, 1), 0)
     # Of several likeliest tokens the first one counts, as with argmax.
     candidates = tl.where(z == highest, tokens, num_tokens)
@@ -512,11 +523,11 @@ def _draw_kernel(
 
     # Probability mass of each block, relative to the row's maximum.
     chunks = tl.arange(0, CHUNKS)
-    peak = tl.load(row_peaks + chunks, mask=chunks < num_chunks, other=-float("inf"))
+    peak = _load(row_peaks + chunks, chunks < num_chunks, -float("inf"))
     highest = tl.max(peak, 0)
     blocks = tl.arange(0, 2**DEPTH)
     is_block = blocks < num_blocks
-    chunk_peak = tl.load(row_peaks + blocks // BLOCKS, mask=is_block, other=-float("inf"))
+    chunk_peak = _load(row_peaks + blocks // BLOCKS, is_block, -float("inf"))
     block_sum = tl.load(sums + row * num_blocks + blocks, mask=is_block, other=0.0)
     masses = (block_sum * tl.exp(chunk_peak - highest)).to(tl.float64)
     total = tl.sum(masses, 0)
@@ -525,7 +536,7 @@ def _draw_kernel(
     first = _choose(masses, blocks, row_uniforms, DEPTH) * 2**DEPTH_INSIDE
     inside = tl.arange(0, 2**DEPTH_INSIDE)
     is_token = first + inside < num_tokens
-    z = tl.load(row_logits + first + inside, mask=is_token, other=-float("inf"))
+    z = _load(row_logits + first + inside, is_token, -float("inf"))
     odds = tl.exp(z / heat - highest).to(tl.float64)
     token = first + _choose(odds, inside, row_uniforms + DEPTH, DEPTH_INSIDE)
     token = tl.minimum(token, num_tokens - 1)
@@ -703,9 +714,9 @@ class TritonKernels:
         if parts > 1:
             mixed = sums.new_empty(num_rows, num_heads, parts, size)
 
-        sinks = None
-        if options.sinks is not None:
-            sinks = options.sinks.detach().float().contiguous()
+        sinks = options.sinks
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
         group = num_heads // num_keys
         shape = {
             "SIZE": size,

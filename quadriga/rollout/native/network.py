@@ -133,7 +133,10 @@ class Network:
         forms: forms of the weights on a CPU; None on other devices.
         exact_head: the head's weight in these forms, with logits in float32.
         products: functions that replace `forward` of the linear modules and experts in a call.
+        group: the ranks that hold the model together; None: this process holds all of it.
     """
+
+    group: RolloutGroup | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -354,7 +357,7 @@ class _Layer:
         attention = layer.self_attn
         self.head_size = attention.head_dim
         self.scale = attention.scaling
-        self.options = AttentionOptions(window=_window_of(attention))
+        self.options = AttentionOptions(window=window_of(attention))
 
         # A rank of a group has some of the heads, at least one of the key-value heads.
         num_ranks = 1 if group is None else group.size
@@ -416,7 +419,7 @@ class _Layer:
         return hidden, self.mlp(states)
 
 
-def _window_of(attention: Any) -> int | None:
+def window_of(attention: Any) -> int | None:
     """Width of an attention module's sliding window; None: it sees all tokens."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window or None

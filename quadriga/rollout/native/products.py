@@ -22,9 +22,11 @@ Legend: D inputs, O outputs of all weights of a product. Each weight is [., D], 
 
 import functools
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from quadriga.models.heads import exact_in_bfloat16
@@ -65,7 +67,7 @@ class OwnWeight:
         """Whether this machine has the loop, and it accepts the weights' sizes and dtype."""
         return kernels() is not None and all(map(Kernels.can_multiply, weights))
 
-    def multiply(self, states: torch.Tensor) -> torch.Tensor:
+    def multiply(self, states: Tensor) -> Tensor:
         """[..., D] bfloat16 -> [..., O]"""
         rows = states.reshape(-1, states.shape[-1])
         product = self.kernels.multiply(rows, self.weights, self.biases, self.dtype)
@@ -86,7 +88,7 @@ class PackedWeight:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat([*weights]), _PACKED_ROWS)
         self.bias = None if biases is None else torch.cat([*biases])
 
-    def multiply(self, states: torch.Tensor) -> torch.Tensor:
+    def multiply(self, states: Tensor) -> Tensor:
         """[..., D] bfloat16 -> [..., O] bfloat16"""
         rows = states.reshape(-1, states.shape[-1])
         num_rows = len(rows)
@@ -108,7 +110,7 @@ class WideWeight:
     def __init__(self, weights: Tensors, biases: Tensors | None) -> None:
         self.weight = torch.cat([weight.float() for weight in weights])
         self.bias = None if biases is None else torch.cat([bias.float() for bias in biases])
-        self.packed: torch.Tensor | None = None
+        self.packed: Tensor | None = None
         self.uses_bfloat16_units = weights[0].dtype == torch.bfloat16 and has_fast_bfloat16()
         if has_mkl() and not self.uses_bfloat16_units:
             self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _WIDE_ROWS)
@@ -116,7 +118,7 @@ class WideWeight:
             # number to free its memory.
             self.weight = self.weight.new_empty(1).expand(self.weight.shape)
 
-    def multiply(self, states: torch.Tensor) -> torch.Tensor:
+    def multiply(self, states: Tensor) -> Tensor:
         """[..., D] -> [..., O] float32"""
         wide = states.float()
         if self.packed is not None:
@@ -126,21 +128,14 @@ class WideWeight:
             return linear(wide, self.weight, self.bias)
 
 
+@dataclass(frozen=True)
 class Weight:
-    """Weights with the same input, in the forms for few and for many rows.
+    """Weights with the same input, in the forms for few and for many rows."""
 
-    Args:
-        few: the form for few rows; None: the one for many rows serves them, too.
-        many: the form for many rows.
-    """
+    few: OwnWeight | PackedWeight | None  # None: the form for many rows serves few rows, too
+    many: PackedWeight | WideWeight
 
-    def __init__(
-        self, few: OwnWeight | PackedWeight | None, many: PackedWeight | WideWeight
-    ) -> None:
-        self.few = few
-        self.many = many
-
-    def multiply(self, states: torch.Tensor) -> torch.Tensor:
+    def multiply(self, states: Tensor) -> Tensor:
         """[..., D] in the model's dtype -> [..., O] in the model's dtype or in float32."""
         num_rows = states.shape[:-1].numel()
         if self.few is not None and num_rows <= self.few.max_rows:

@@ -12,41 +12,25 @@ its response so far as part of its prefix.
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 # A request. Its `prefix` are the tokens that it begins with: equal prefixes are computed once.
 R = TypeVar("R", bound=Any)
 
 
+@dataclass
 class Scheduler(Generic[R]):
-    """Hands out the slots of a batch and the tokens of the KV cache.
+    """Hands out the slots of a batch and the tokens of the KV cache."""
 
-    Args:
-        max_num_seqs: number of slots.
-        max_num_batched_tokens: most prefix tokens that `admit` starts. A single prefix may have
-            more.
-        max_cache_tokens: most tokens in the KV cache, padding included; None: any number.
-        refill_share: share of the slots that must be free before waiting requests start, unless
-            there is a slot for each of them.
-
-    Attributes:
-        waiting: requests without a slot, in the order in which they start.
-        running: requests by slot.
-    """
-
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_cache_tokens: int | None = None,
-        refill_share: float = 0.3,
-    ) -> None:
-        self.waiting: list[R] = []
-        self.running: list[R] = []
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_cache_tokens = max_cache_tokens
-        self.refill_share = refill_share
+    max_num_seqs: int  # number of slots
+    max_num_batched_tokens: int  # most prefix tokens that `admit` starts; one prefix may have more
+    max_cache_tokens: int | None = None  # most in the KV cache, with padding; None: any number
+    # Share of the slots that must be free before waiting requests start, unless there is a slot for
+    # each of them.
+    refill_share: float = 0.3
+    waiting: list[R] = field(default_factory=list)  # in the order in which they start
+    running: list[R] = field(default_factory=list)  # by slot
 
     @property
     def is_done(self) -> bool:
@@ -88,7 +72,7 @@ class Scheduler(Generic[R]):
             return []
 
         prefixes = {request.prefix for request in self.running}
-        started: list[R] = []
+        started = []
         num_tokens = 0
         for request in self.waiting[:num_free]:
             if request.prefix not in prefixes:

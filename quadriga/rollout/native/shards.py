@@ -4,6 +4,7 @@
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.models.adapter_files import factor_names, is_factor, merge
@@ -48,12 +49,11 @@ class GroupShards:
         """The shards, and the whole matrices of the adapter, by the trainer's names."""
         # The matrices of the adapter are not sharded.
         factors = {name: Box((0, 0), shape) for name, shape in self._factors.items()}
-        boxes = self._boxes | factors
-        return {name: (box, self._dtype) for name, box in boxes.items()}
+        return {name: (box, self._dtype) for name, box in (self._boxes | factors).items()}
 
-    def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
+    def hold_shards(self, shards: Mapping[str, Tensor]) -> None:
         """Put tensors in the place of the model's parameters, under all names of each."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors = {}
         for name, buffer in self._model.named_buffers():
             tensors[name] = buffer.to(self._device)
         # A tied weight gets the same parameter under both names.
@@ -64,9 +64,7 @@ class GroupShards:
             module, _, attribute = name.rpartition(".")
             setattr(self._model.get_submodule(module), attribute, tensor)
 
-    def merge_adapter(
-        self, shards: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def merge_adapter(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Merge the adapter into the shards, in their own memory.
 
         Args:

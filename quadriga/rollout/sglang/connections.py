@@ -101,10 +101,8 @@ class SGLangProcess:
             is_ready, self.version = self._connection.recv()
         except (EOFError, OSError) as error:
             self._end_process()
-            status = self.process.returncode
-            raise start_error(
-                "sglang", "SGLang", f"a process that ended with status {status}"
-            ) from error
+            problem = f"a process that ended with status {self.process.returncode}"
+            raise start_error("sglang", "SGLang", problem) from error
         if not is_ready:
             self._end_process()
             raise start_error("sglang", "SGLang", self.version)
@@ -128,20 +126,18 @@ class SGLangProcess:
             process has ended.
         """
         future: Future[Any] = Future()
+        problem = "has ended"
+        # Sent under the lock, because two threads may not write to the pipe at once.
         with self._lock:
-            if self._has_ended:
-                future.set_exception(engine_lost_error("sglang", "SGLang", "has ended"))
-                return future
-            number = next(self._numbers)
-            self._replies[number] = future
-            # Sent under the lock, because two threads may not write to the pipe at once.
-            try:
-                self._connection.send((number, method, arguments))
-            except OSError as error:
-                self._replies.pop(number)
-                future.set_exception(
-                    engine_lost_error("sglang", "SGLang", f"is not there any more ({error})")
-                )
+            if not self._has_ended:
+                number = next(self._numbers)
+                try:
+                    self._connection.send((number, method, arguments))
+                    self._replies[number] = future
+                    return future
+                except OSError as error:
+                    problem = f"is not there any more ({error})"
+        future.set_exception(engine_lost_error("sglang", "SGLang", problem))
         return future
 
     def _read_replies(self) -> None:
@@ -246,7 +242,7 @@ class SGLangServer:
         self.num_processes = int(info.get("tp_size") or 1)
         if release_numbers(self.version) < release_numbers(LEAST):
             got = f"SGLang {self.version or 'of no version'}"
-            raise RolloutError(self._client.where, got=got, expected=f"{LEAST} or newer")
+            raise RolloutError(self._client.where, got, expected=f"{LEAST} or newer")
         if LOADER not in (info.get("custom_weight_loader") or ()):
             raise RolloutError(
                 self._client.where,
@@ -276,8 +272,7 @@ class SGLangServer:
         Returns:
             The server's reply; a RolloutError if it refuses the request or does not answer.
         """
-        payloads = arguments.get("serialized_named_tensors")
-        if payloads:
+        if payloads := arguments.get("serialized_named_tensors"):
             encoded = [base64.b64encode(payload).decode() for payload in payloads]
             arguments["serialized_named_tensors"] = encoded
         pool = self._pool if method == "generate" else self._controls

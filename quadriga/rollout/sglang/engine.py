@@ -7,7 +7,6 @@ weights     begin_weight_update -> update_weights_from_tensor (for each bucket)
 """
 
 import asyncio
-import itertools
 import json
 import math
 import pickle
@@ -89,7 +88,7 @@ class SGLangEngine(ThirdPartyEngine):
         max_model_len: int,
         eos_token_ids: Sequence[int],
         *,
-        bucket_bytes: int = 512 << 20,
+        bucket_bytes: int,
         can_sleep: bool = False,
         description: str = "sglang",
     ) -> None:
@@ -101,7 +100,6 @@ class SGLangEngine(ThirdPartyEngine):
         self.description = description
         if not connection.has_seeds:
             self.description += f"; {_UNSEEDED}"
-        self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         # Held while requests are sent, so that `abort` sees all of a batch or none. Guards the rest.
         self._lock = threading.Lock()
         # Pending replies by SGLang's name of the request, the requests that `abort` may have ended,
@@ -109,7 +107,6 @@ class SGLangEngine(ThirdPartyEngine):
         self._running: dict[str, Future[Any]] = {}
         self._aborted: set[str] = set()
         self._num_aborting = 0
-        self._has_dropped_weights = False
         # In a sleep: whether a load has mapped the memory of the weights again.
         self._has_resumed_weights = False
 
@@ -118,10 +115,10 @@ class SGLangEngine(ThirdPartyEngine):
         """Make engines in their own processes, or at the servers of `engine_kwargs.sglang`."""
         skeleton = setup.skeleton()
         require_known_experts(cls.name, skeleton)
-        if setup.device.type != "cpu":
-            problem = devices_problem(setup.config)
-            if problem:
-                raise problem
+        is_on_cpu = setup.device.type == "cpu"
+        problem = None if is_on_cpu else devices_problem(setup.config)
+        if problem:
+            raise problem
         # Makes the engine of a connection, which is a process or a server.
         make = partial(
             cls,
@@ -133,7 +130,7 @@ class SGLangEngine(ThirdPartyEngine):
         # A server has its own memory and command line; only its weights come from here.
         if setup.options.keys() & {"url", "urls"}:
             return _connect_engines(setup, make)
-        if setup.device.type != "cpu":
+        if not is_on_cpu:
             require_plain_segments(cls.title)
 
         # SGLang takes the size of its cache in tokens.
@@ -195,23 +192,22 @@ class SGLangEngine(ThirdPartyEngine):
             RolloutError: a request cannot be served, or a response is unusable.
         """
         self._require_ready(prompts, sampling, images)
-        if images is None:
-            images = [None] * len(prompts)
-        started = []
+        futures: dict[str, Future[Any]] = {}
+        rows = zip(prompts, sampling, images or [None] * len(prompts), strict=True)
         try:
             with self._lock:
-                for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
-                    started.append(self._start_request(prompt, params, prompt_images))
-            self._count_when_done([future for _, future in started])
-            completions = []
-            for (request_id, future), prompt, params in zip(
-                started, prompts, sampling, strict=True
-            ):
-                completions.append(self._completion(request_id, future.result(), prompt, params))
-            return completions
+                for row in rows:
+                    request_id, future = self._start_request(*row)
+                    futures[request_id] = future
+            self._count_when_done([*futures.values()])
+            replies = zip(futures.items(), prompts, sampling, strict=True)
+            return [
+                self._completion(request_id, future.result(), prompt, params)
+                for (request_id, future), prompt, params in replies
+            ]
         finally:
             # After an error nobody waits for the others, which would still take memory and time.
-            for request_id, future in started:
+            for request_id, future in futures.items():
                 if not future.done():
                     self.connection.ask("abort_request", rid=request_id)
                 self._forget(request_id)
@@ -231,17 +227,12 @@ class SGLangEngine(ThirdPartyEngine):
             with self._lock:
                 self._num_aborting -= 1
 
-    @property
-    def has_dropped_weights(self) -> bool:
-        """Whether the weights were dropped in a sleep, so that the next load must bring them."""
-        return self._has_dropped_weights
-
     def sleep(self) -> None:
         """Release memory, on accelerators. The weights are dropped: the next load brings all."""
         super().sleep()
         self._has_resumed_weights = False
         if self.can_sleep:
-            self._has_dropped_weights = True
+            self.has_dropped_weights = True
             self._call("release_memory_occupation", tags=["kv_cache", "weights"])
 
     def wake(self) -> None:
@@ -268,14 +259,16 @@ class SGLangEngine(ThirdPartyEngine):
         Raises:
             WeightSyncError: the set is incomplete, or SGLang cannot load it.
         """
+        # Handles exist only for memory of a GPU, also where copies come from another process.
         takes_handles = self.connection.takes_handles
-        if takes_handles:
-            # Handles exist only for memory of a GPU, also where copies come from another process.
-            copy = partial(_copy, device="cuda")
-            dump = ForkingPickler.dumps
-        else:
-            copy = partial(_copy, device="cpu")
-            dump = pickle.dumps
+        device = "cuda" if takes_handles else "cpu"
+        dump = ForkingPickler.dumps if takes_handles else pickle.dumps
+
+        def copy(weight: tuple[str, torch.Tensor], _: int) -> tuple[str, torch.Tensor]:
+            # A view would be sent with all of the memory that it is a view of.
+            name, tensor = weight
+            return name, tensor.detach().to(device, copy=True).contiguous()
+
         with self._loading(version) as received:
             if self._state == "asleep" and self.can_sleep:
                 self._call("resume_memory_occupation", tags=["weights"])
@@ -301,7 +294,7 @@ class SGLangEngine(ThirdPartyEngine):
                 if num_sent:
                     received += self._call("get_weights_by_name", name=FINGERPRINTS)
             self._call("flush_cache")
-        self._has_dropped_weights = False
+        self.has_dropped_weights = False
         if takes_handles:
             # Free the memory that the other processes have closed.
             torch.cuda.ipc_collect()
@@ -323,7 +316,7 @@ class SGLangEngine(ThirdPartyEngine):
 
         Needs the lock.
         """
-        request_id = next(self._ids)
+        request_id = uuid.uuid4().hex
         sampling_params = {
             "max_new_tokens": sampling.max_tokens,
             **sampling.drawing,
@@ -372,7 +365,7 @@ class SGLangEngine(ThirdPartyEngine):
             if params.ignore_eos and params.stop_token_ids:
                 got = "stop_token_ids together with ignore_eos"
                 expected = "one of them: with ignore_eos SGLang ignores stop_token_ids, too"
-                raise RolloutError(where, got=got, expected=expected)
+                raise RolloutError(where, got, expected)
             if params.min_p > 0 and self.connection.has_seeds and not params.is_greedy:
                 expected = "0: SGLang's sampling with seeds does not support it"
                 raise RolloutError(where, got="min_p", expected=expected)
@@ -451,7 +444,7 @@ def _connect_engines(
     """
     options = dict(setup.options)
     urls = [options.pop("url")] if "url" in options else options.pop("urls")
-    are_urls = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
+    are_urls = isinstance(urls, list) and urls and all(isinstance(url, str) for url in urls)
     unknown = options.keys() - {"timeout_s", "headers"}
     if not are_urls or len({*urls}) < len(urls) or unknown:
         raise ConfigError(
@@ -469,37 +462,23 @@ def _connect_engines(
             max_num_seqs=setup.rollout.max_num_seqs,
             **options,
         )
-        description = f"sglang {server.version} at {url}, which gets the weights over HTTP"
-        bucket_bytes = setup.bucket_bytes // len(urls)
-        return make(server, bucket_bytes=bucket_bytes, description=description)
+        return make(
+            server,
+            bucket_bytes=setup.bucket_bytes // len(urls),
+            description=f"sglang {server.version} at {url}, which gets the weights over HTTP",
+        )
 
     makers = [partial(connect, url) for url in urls]
     engines = start_engines(makers)
     if len(engines) == 1:
         return engines[0]
     versions = ", ".join(dict.fromkeys(engine.connection.version for engine in engines))
-    description = f"sglang {versions} at {', '.join(urls)}, balanced"
-    description += ", which get the weights over HTTP"
+    description = (
+        f"sglang {versions} at {', '.join(urls)}, balanced, which get the weights over HTTP"
+    )
     if not all(engine.connection.has_seeds for engine in engines):
         description += f"; {_UNSEEDED}"
     return Balancer(engines, description, makers)
-
-
-def _copy(weight: tuple[str, torch.Tensor], offset: int, device: str) -> tuple[str, torch.Tensor]:
-    """Copy a weight to a device, without a gradient.
-
-    A view would be sent with all of the memory that it is a view of.
-
-    Args:
-        weight: name and tensor.
-        offset: not used: its place in the bucket.
-        device: the device.
-
-    Returns:
-        The name and the copy.
-    """
-    name, tensor = weight
-    return name, tensor.detach().to(device, copy=True).contiguous()
 
 
 def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, Any]:

@@ -51,24 +51,15 @@ class Adapter:
         return next(rank for rank in _RANKS if rank >= self.shape.rank)
 
 
+@dataclass
 class AdapterSlot:
-    """The place of an adapter in an engine of vLLM.
+    """The place of an adapter in an engine of vLLM."""
 
-    Args:
-        adapter: description of the adapter.
-        library: the imported vLLM.
-        core: vLLM's engine.
-
-    Attributes:
-        request: vLLM's `LoRARequest`, to be sent with each prompt; None while there is no adapter.
-    """
-
-    def __init__(self, adapter: Adapter, library: VLLMLibrary, core: Core) -> None:
-        self._adapter = adapter
-        self._library = library
-        self._core = core
-        self._number = 0
-        self.request: Any = None
+    adapter: Adapter
+    library: VLLMLibrary
+    core: Core  # vLLM's engine
+    number: int = 0  # of loads so far; vLLM tells adapters apart by it
+    request: Any = None  # `LoRARequest` to send with each prompt; None while there is no adapter
 
     def replace(self, factors: Mapping[str, torch.Tensor]) -> list[dict[str, str]]:
         """Replace the matrices of the adapter.
@@ -85,25 +76,23 @@ class AdapterSlot:
         # No request may use a half-loaded adapter, so `request` is only set at the end.
         if self.request is not None:
             self.request = None
-            self._core.ask("remove_lora", self._number)
-        self._number += 1
+            self.core.ask("remove_lora", self.number)
+        self.number += 1
         with own_folder() as folder:
-            write_adapter_shape(Path(folder), self._adapter.shape, self._adapter.modules)
+            write_adapter_shape(Path(folder), self.adapter.shape, self.adapter.modules)
             write_factors(Path(folder), factors)
-            marks = self._core.call("adapter_marks", folder)
-            request = self._library.lora.LoRARequest(
-                f"quadriga-{self._number}", self._number, folder
-            )
-            self._core.ask("add_lora", request)
-            numbers = set(self._core.ask("list_loras"))
-            if numbers != {self._number}:
+            marks = self.core.call("adapter_marks", folder)
+            request = self.library.lora.LoRARequest(f"quadriga-{self.number}", self.number, folder)
+            self.core.ask("add_lora", request)
+            numbers = set(self.core.ask("list_loras"))
+            if numbers != {self.number}:
                 raise WeightSyncError(
                     f"{WHERE}, adapter",
                     got=f"adapters {sorted(numbers)} in vLLM",
-                    expected=f"only number {self._number}, which was just given to it",
+                    expected=f"only number {self.number}, which was just given to it",
                     fix=f"Nothing else may give adapters to this vLLM. {_MERGE}",
                 )
-            missing = self._core.call("missing_factors")
+            missing = self.core.call("missing_factors")
         for rank, names in enumerate(missing):
             if names:
                 raise WeightSyncError(

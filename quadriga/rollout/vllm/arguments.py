@@ -16,16 +16,13 @@ SEQUENCES_ON_GPU = 1024
 """Sequences at a time on a GPU, unless `max_num_seqs` is given."""
 
 
-def arguments_of(
-    setup: EngineSetup, adapter: Adapter | None, *, is_vision: bool, can_sleep: bool
-) -> dict[str, Any]:
+def arguments_of(setup: EngineSetup, adapter: Adapter | None, *, is_vision: bool) -> dict[str, Any]:
     """The configuration as arguments of vLLM's engine.
 
     Args:
         setup: the rollout's part of the configuration.
         adapter: adapter that vLLM applies; None: none.
         is_vision: whether the model takes images.
-        can_sleep: whether vLLM can release its memory.
 
     Returns:
         Arguments by vLLM's names. Those of `engine_kwargs.vllm` replace ours.
@@ -40,9 +37,7 @@ def arguments_of(
         max_num_seqs = SEQUENCES_ON_GPU
     # A pass has at least one token of each sequence. On a CPU it also holds a whole prompt: vLLM
     # cannot divide a prompt with a seed there, because it cannot reset the generator.
-    smallest_pass = max_num_seqs
-    if is_on_cpu:
-        smallest_pass = max(smallest_pass, setup.max_model_len)
+    smallest_pass = max(max_num_seqs, setup.max_model_len) if is_on_cpu else max_num_seqs
     # Training needs log-probabilities before filters. vLLM reports those only at temperature 1,
     # which the checks of the configuration require.
     is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
@@ -62,7 +57,7 @@ def arguments_of(
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "enable_expert_parallel": rollout.expert_parallel_size > 1,
         "enforce_eager": rollout.enforce_eager or is_on_cpu,
-        "enable_sleep_mode": can_sleep,
+        "enable_sleep_mode": setup.can_sleep,
         # Random weights would also fill buffers that vLLM reads from the processor's files and that
         # no weight of the trainer replaces, such as the scale of a vision encoder's pixels.
         "load_format": "auto" if is_vision else "dummy",

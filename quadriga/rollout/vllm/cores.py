@@ -122,7 +122,7 @@ class Response:
             log_probs = list(sequence.logprobs.logprobs)
             if len(log_probs) != len(sequence.token_ids):
                 got = f"{len(log_probs)} log-probabilities of {len(sequence.token_ids)} tokens"
-                raise RolloutError(WHERE, got=got, expected="one each")
+                raise RolloutError(WHERE, got, expected="one each")
             self.token_ids.extend(sequence.token_ids)
             self.log_probs.extend(log_probs)
         self.reason = sequence.finish_reason or self.reason
@@ -147,7 +147,7 @@ class Response:
         reason = "abort" if self.reason is None else FINISH_REASONS.get(self.reason)
         if reason is None:
             got = f"a response that ended with {self.reason!r}"
-            raise RolloutError(WHERE, got=got, expected=", ".join(FINISH_REASONS))
+            raise RolloutError(WHERE, got, expected=", ".join(FINISH_REASONS))
         if any(math.isnan(number) for number in self.log_probs):
             raise RolloutError(
                 WHERE,
@@ -159,9 +159,8 @@ class Response:
         log_probs, sampling_log_probs = split_log_probs(self.log_probs, sampling, log_probs_of)
         # Each version drew the tokens up to the first one of the next version.
         num_tokens = len(self.token_ids)
-        ends = [first for first, _ in self.versions[1:]]
-        ends.append(num_tokens)
-        versions: list[int] = []
+        ends = [*(first for first, _ in self.versions[1:]), num_tokens]
+        versions = []
         # An engine in this process does not set `versions`: then there is nothing to repeat.
         for end, (_, version) in zip(ends, self.versions, strict=False):
             # With asynchronous scheduling vLLM may draw one token beyond the end of a response.
@@ -297,7 +296,7 @@ class InProcessCore(Core):
         return getattr(owner, method)(*args, **options)
 
     def generate_batch(
-        self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None = None
+        self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None
     ) -> list[Response]:
         """Generate responses, all in the same steps of vLLM.
 
@@ -309,7 +308,7 @@ class InProcessCore(Core):
             A response for each request, in order. After `abort`, unfinished ones end early.
         """
         self._aborted.clear()
-        responses: dict[str, Response] = {}
+        responses = {}
         try:
             with torch.compiler.set_stance(self._stance):
                 for request in requests:
@@ -359,9 +358,7 @@ class ProcessCore(Core):
 
     is_in_process = False
 
-    def __init__(
-        self, library: VLLMLibrary, arguments: dict[str, Any], silent_s: float = 300.0
-    ) -> None:
+    def __init__(self, library: VLLMLibrary, arguments: dict[str, Any], silent_s: float) -> None:
         self._ids = itertools.count(1)
         self._silent_s = silent_s
         # Both are used on the thread's loop: unfinished responses by vLLM's name for the request,
@@ -501,11 +498,8 @@ class ProcessCore(Core):
                 await asyncio.wait_for(self.engine.is_sleeping(), self._silent_s)
             except TimeoutError:
                 pids = [process.pid for process in processes]
-                logger.warning(
-                    "vLLM's process %s has not answered for %g s, and is killed",
-                    pids,
-                    self._silent_s,
-                )
+                message = "vLLM's process %s has not answered for %g s, and is killed"
+                logger.warning(message, pids, self._silent_s)
                 for process in processes:
                     process.kill()
 
@@ -517,3 +511,31 @@ class ProcessCore(Core):
             return await result if inspect.isawaitable(result) else result
 
         return self._thread.submit(call())
+
+
+@dataclass
+class VLLMMemory:
+    """The parts of vLLM's memory, "weights" and "kv_cache", and whether they are released."""
+
+    core: Core  # vLLM's engine
+    can_sleep: bool  # whether vLLM can release memory; on a CPU it cannot
+    has_dropped_weights: bool = False  # released without a copy on the host
+    released: set[str] = field(default_factory=set)  # the released parts
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Release both parts.
+
+        Args:
+            keeps_weights: whether the weights move to the host; otherwise they are dropped.
+        """
+        if self.can_sleep and not self.released:
+            self.core.ask("sleep", level=1 if keeps_weights else 2)
+            self.released = {"weights", "kv_cache"}
+            self.has_dropped_weights = not keeps_weights
+
+    def wake(self, *tags: str) -> None:
+        """Map released parts again. Those that are mapped must not be mapped twice."""
+        released_tags = [tag for tag in tags if tag in self.released]
+        if released_tags:
+            self.core.ask("wake_up", tags=released_tags)
+            self.released.difference_update(released_tags)

@@ -10,13 +10,14 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quadriga.config.adapter import adapter_route, read_adapter
@@ -55,6 +56,7 @@ from quadriga.rollout.vllm.cores import (
     InProcessCore,
     ProcessCore,
     Response,
+    VLLMMemory,
     VLLMRequest,
 )
 from quadriga.rollout.vllm.group import GroupCore, sees_peers
@@ -72,7 +74,6 @@ from quadriga.rollout.vllm.library import (
     repack_tied,
     tensor_parallel_place,
 )
-from quadriga.rollout.vllm.memory import VLLMMemory
 from quadriga.weight_sync.buckets import num_bytes, pack, unpack
 from quadriga.weight_sync.fingerprint import PendingFingerprints, tensor_fingerprint
 from quadriga.weight_sync.publish import NamedWeights
@@ -137,11 +138,9 @@ class VLLMEngine(ThirdPartyEngine):
                 fix=f"pip install 'vllm>={LEAST_OF_ADAPTERS}',"
                 " or set actor_rollout_ref.model.lora_merge=true.",
             )
-        self.arguments = arguments_of(
-            setup, adapter, is_vision=is_vision, can_sleep=setup.can_sleep
-        )
+        self.arguments = arguments_of(setup, adapter, is_vision=is_vision)
         self.core = self._make_core()
-        self.memory = VLLMMemory(self.core, can_sleep=setup.can_sleep)
+        self.memory = VLLMMemory(self.core, setup.can_sleep)
         self._slot = None if adapter is None else AdapterSlot(adapter, self.library, self.core)
         # Loads between two steps run in this thread, one after the other. Meanwhile
         # `_keeps_cache` says whether the KV cache of older weights stays; else it is None.
@@ -177,8 +176,7 @@ class VLLMEngine(ThirdPartyEngine):
                 assert shape is not None, "it was just added"
                 adapter = Adapter(shape, Manifest.of(skeleton).select(is_factor))
         make = partial(cls, setup, manifest, eos_token_ids, adapter=adapter, is_vision=is_vision)
-        makers = [make] * setup.rollout.data_parallel_size
-        return start_balanced(makers)
+        return start_balanced([make] * setup.rollout.data_parallel_size)
 
     @property
     def can_sleep(self) -> bool:
@@ -215,7 +213,7 @@ class VLLMEngine(ThirdPartyEngine):
             images: images of the prompt.
         """
         if isinstance(self.core, ProcessCore):
-            future = self.core.start(self._complete(self.core, prompt, sampling, images))
+            [future] = self.begin([prompt], [sampling], [images])
             return await asyncio.wrap_future(future)
         if not isinstance(self.core, GroupCore):
             # An engine in this process blocks, so requests are collected into batches.
@@ -226,12 +224,11 @@ class VLLMEngine(ThirdPartyEngine):
         return response.completion(sampling, self.log_probs_of, self.weight_version)
 
     async def _complete(
-        self, core: ProcessCore, prompt: Prompt, sampling: SamplingParams, images: Images | None
+        self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> Completion:
         """Generate one response, on the loop of the core's thread.
 
         Args:
-            core: vLLM's engine.
             prompt: token ids.
             sampling: how the response is sampled.
             images: images of the prompt.
@@ -242,7 +239,7 @@ class VLLMEngine(ThirdPartyEngine):
             return request, self.weight_version
 
         with self._translated_errors():
-            response = await core.respond(make_request)
+            response = await self.core.respond(make_request)
         _, last_version = response.versions[-1]
         return response.completion(sampling, self.log_probs_of, last_version)
 
@@ -267,12 +264,8 @@ class VLLMEngine(ThirdPartyEngine):
             The completion of each request.
         """
         assert isinstance(self.core, ProcessCore), "beside training vLLM has a process of its own"
-        futures = []
-        row_images = images or [None] * len(prompts)
-        for prompt, params, prompt_images in zip(prompts, sampling, row_images, strict=True):
-            response = self._complete(self.core, prompt, params, prompt_images)
-            futures.append(self.core.start(response))
-        return futures
+        rows = zip(prompts, sampling, images or [None] * len(prompts), strict=True)
+        return [self.core.start(self._complete(*row)) for row in rows]
 
     def between_steps(
         self, work: Callable[[], None], *, keeps_cache: bool, recomputes: bool = False
@@ -352,23 +345,13 @@ class VLLMEngine(ThirdPartyEngine):
         Raises:
             WeightSyncError: the set is incomplete, or vLLM cannot load it.
         """
-        if self._keeps_cache is None or not isinstance(self.core, ProcessCore):
-            self._load(weights, version, keeps_cache=False)
-            return
-        with self.core.paused_for_weights(version, keeps_cache=self._keeps_cache):
-            self._load(weights, version, keeps_cache=self._keeps_cache)
-
-    def _load(self, weights: NamedWeights, version: int, *, keeps_cache: bool) -> None:
-        """Load a complete set of weights, or only the adapter, and drop what old weights computed.
-
-        Args:
-            weights: names and tensors.
-            version: version of the weights.
-            keeps_cache: whether the KV cache is kept.
-        """
-        with self._loading(version) as received:
+        keeps_cache = self._keeps_cache or False
+        pause: AbstractContextManager[None] = nullcontext()
+        if self._keeps_cache is not None and isinstance(self.core, ProcessCore):
+            pause = self.core.paused_for_weights(version, keeps_cache=keeps_cache)
+        with pause, self._loading(version) as received:
             self.memory.wake("weights")
-            factors: dict[str, torch.Tensor] = {}
+            factors = {}
             model_weights = self._manifest.check_stream(weights, self._frozen)
             if self._slot is not None:
                 model_weights = split_off_adapter(model_weights, factors)
@@ -383,11 +366,10 @@ class VLLMEngine(ThirdPartyEngine):
                 fingerprints = self.core.call("end_weights")
             self._log_rebuilt()
             self._drop_caches(keeps_cache=keeps_cache)
-            adapter_fingerprints = [{} for _ in fingerprints]
+            received += [self._frozen | marks for marks in fingerprints]
             if self._slot is not None:
-                adapter_fingerprints = self._slot.replace(factors)
-            for of_model, of_adapter in zip(fingerprints, adapter_fingerprints, strict=True):
-                received.append(self._frozen | of_model | of_adapter)
+                for process, marks in enumerate(self._slot.replace(factors)):
+                    received[process] |= marks
         self.memory.has_dropped_weights = False
         # Later loads may omit the weights below the adapter.
         if self._slot is not None:
@@ -397,9 +379,10 @@ class VLLMEngine(ThirdPartyEngine):
 
     def _log_rebuilt(self) -> None:
         """Log the largest module that vLLM has rebuilt, if it is larger than before."""
-        num_bytes, name = max(self.core.call("rebuilt_module"))
-        if num_bytes > self.rebuilt[0]:
-            self.rebuilt = (num_bytes, name)
+        largest = max(self.core.call("rebuilt_module"))
+        if largest > self.rebuilt:
+            self.rebuilt = largest
+            num_bytes, name = largest
             logger.info(
                 "vLLM rebuilds a module at a time:"
                 " at most %.1f MiB of tensors beside its weights (%s)",
@@ -429,7 +412,7 @@ class VLLMEngine(ThirdPartyEngine):
         if self.is_vision:
             self.core.ask("reset_encoder_cache")
 
-    def _buckets(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Generator[Any, None, None]:
+    def _buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Generator[Any, None, None]:
         """Pack weights into buckets, in the form in which vLLM's workers can read them.
 
         Args:
@@ -442,14 +425,12 @@ class VLLMEngine(ThirdPartyEngine):
             The content of a bucket is valid until the next one.
         """
         if self.core.is_in_process:
+            # Either way the storage is a new object, so `load_bucket` sees when vLLM frees it.
+            copy = torch.from_dlpack if self.is_load_stable else torch.clone
 
-            def put(weight: tuple[str, torch.Tensor], _: int) -> tuple[str, torch.Tensor]:
-                # Either way the storage is a new object, so `load_bucket` sees when vLLM frees it.
+            def put(weight: tuple[str, Tensor], _: int) -> tuple[str, Tensor]:
                 name, tensor = weight
-                tensor = tensor.detach()
-                if self.is_load_stable:
-                    return name, torch.from_dlpack(tensor)
-                return name, tensor.clone()
+                return name, copy(tensor.detach())
 
             yield from buckets(weights, num_bytes, self.bucket_bytes, put)
             return
@@ -539,7 +520,6 @@ class VLLMEngine(ThirdPartyEngine):
 
     def _describe(self) -> str:
         """Describe what was chosen, and the parts that this version of vLLM does not have."""
-        # Where vLLM is.
         num_ranks = self.arguments["tensor_parallel_size"]
         if not self.core.is_in_process:
             where = f"in processes of its own ({num_ranks})"
@@ -553,7 +533,6 @@ class VLLMEngine(ThirdPartyEngine):
             room = self.adapter.room_for_rank
             weights += f" and the adapter beside them, with room for rank {room}"
 
-        # Its KV cache.
         cache_bytes = self.arguments.get("kv_cache_memory_bytes")
         cache = "as much KV cache as fits"
         if cache_bytes is not None:
@@ -562,12 +541,11 @@ class VLLMEngine(ThirdPartyEngine):
         if self.setup.device.type != "cpu":
             cache += f", of {self.arguments['gpu_memory_utilization']:.2g} of the GPU"
 
-        if not self.arguments["enforce_eager"]:
-            compiled = "compiled"
-        elif self.setup.device.type == "cpu":
-            compiled = "nothing is compiled, for that takes longer than it saves on a CPU"
-        else:
+        compiled = "compiled"
+        if self.arguments["enforce_eager"]:
             compiled = "nothing is compiled"
+            if self.setup.device.type == "cpu":
+                compiled += ", for that takes longer than it saves on a CPU"
 
         parts = [f"vllm {self.library.version} {where}, {weights}", cache, compiled]
         if not self.can_sleep:
@@ -613,12 +591,10 @@ class VLLMEngine(ThirdPartyEngine):
                 # vLLM repeats the one token of each image and video by itself.
                 expanded = prompt
                 vllm_prompt["prompt_token_ids"] = list(prompt_images.short_prompt)
-                media = {}
-                if prompt_images.pictures:
-                    media["image"] = list(prompt_images.pictures)
-                if prompt_images.videos:
-                    media["video"] = list(prompt_images.videos)
-                vllm_prompt["multi_modal_data"] = media
+                media = {"image": prompt_images.pictures, "video": prompt_images.videos}
+                vllm_prompt["multi_modal_data"] = {
+                    kind: list(items) for kind, items in media.items() if items
+                }
             vllm_params = sampling_of(
                 params, self.library, self.eos_token_ids, has_seed=self.setup.rollout.request_seeds
             )
@@ -633,22 +609,21 @@ class VLLMEngine(ThirdPartyEngine):
         except QuadrigaError:
             raise
         except Exception as error:  # vLLM's failures have no class in common
+            reason = first_line(error)
             if self.core.is_lost:
-                raise engine_lost_error(
-                    self.name, self.title, f"has ended: {first_line(error)}"
-                ) from error
+                raise engine_lost_error(self.name, self.title, f"has ended: {reason}") from error
             where = f"{self.name}.generate"
             if self.setup.group is not None:
                 where += f", {self.setup.group}"
             raise RolloutError(
                 where,
-                got=f"{self.title}, which failed: {first_line(error)}",
+                got=f"{self.title}, which failed: {reason}",
                 expected="responses",
                 fix="Its own message stands in the log above.",
             ) from error
 
 
-def row_parts(matrix: torch.Tensor, num_ranks: int, rank: int) -> list[torch.Tensor]:
+def row_parts(matrix: Tensor, num_ranks: int, rank: int) -> list[Tensor]:
     """List the parts of a matrix that a tensor-parallel rank may hold if it is split by rows.
 
     Args:
@@ -691,7 +666,7 @@ class WorkerExtension:
     quadriga_rebuilt: tuple[int, str] = (0, "")
     quadriga_held: list[tuple[StorageWeakRef, int]]
 
-    def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, torch.Tensor]]) -> None:
+    def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, Tensor]]) -> None:
         """Load a bucket of weights.
 
         vLLM holds each tensor until its layer is complete. Fingerprints are taken of the tensors
@@ -701,13 +676,13 @@ class WorkerExtension:
             bucket: from `VLLMEngine._buckets`: names and tensors, or the place of a bucket in the
                 memory of another process.
         """
+        is_on_gpu = "handle" in bucket
         if isinstance(bucket, list):
             # The list is emptied, so that a tensor is freed once vLLM has copied it to its layer.
             weights = (bucket.pop(0) for _ in range(len(bucket)))
         else:
-            device = torch.device("cpu")
-            if "handle" in bucket:
-                device = self.device
+            device = self.device if is_on_gpu else torch.device("cpu")
+            if is_on_gpu:
                 storage = torch.UntypedStorage._new_shared_cuda(*bucket["handle"])
                 offset, size = bucket["place"]
                 content = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -735,7 +710,7 @@ class WorkerExtension:
                 self.quadriga_held = []
             marks = self.quadriga_marks
 
-            def watched_weights() -> Iterator[tuple[str, torch.Tensor]]:
+            def watched_weights() -> Iterator[tuple[str, Tensor]]:
                 """Yield the weights in vLLM's form, after noting their fingerprints."""
                 for name, tensor in weights:
                     marks.add(name, tensor)
@@ -744,11 +719,11 @@ class WorkerExtension:
 
             with torch.no_grad():
                 model.load_weights(watched_weights())
-        if isinstance(bucket, dict) and "handle" in bucket:
+        if is_on_gpu:
             # The copies are complete before the sender writes the next bucket.
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _update_rebuilt(self, name: str, tensor: torch.Tensor) -> None:
+    def _update_rebuilt(self, name: str, tensor: Tensor) -> None:
         """Update `quadriga_rebuilt` by a new tensor, with those that vLLM has not freed yet.
 
         Args:
@@ -834,12 +809,11 @@ class WorkerExtension:
             # This version keeps them elsewhere, which `missing_parts` has reported.
             return []
         rank, num_ranks = tensor_parallel_place(self)
-        # vLLM's tensors are padded to `max_lora_rank`. Without the padding they have the adapter's
-        # rank, or a part of it, rounded up, if A is split by rows.
-        ranks_without_padding = {shape.rank, ceil(shape.rank / num_ranks)}
         loaded = set()
         for a, b in layers:
-            for adapter_rank in ranks_without_padding:
+            # vLLM's tensors are padded to `max_lora_rank`. Without the padding they have the
+            # adapter's rank, or a part of it, rounded up, if A is split by rows.
+            for adapter_rank in {shape.rank, ceil(shape.rank / num_ranks)}:
                 loaded.add(tensor_fingerprint(a[:adapter_rank]))
                 loaded.add(tensor_fingerprint(b[:, :adapter_rank]))
         dtype = layers[0][0].dtype

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's engine on the ranks of a rollout group, whose executors all make the same steps.
 
-    leader   generate -> inbox -> broadcast(added, aborted) -> add, abort, step -> responses -> callers
-    member                        receive() -----------------> add, abort, step
+    leader   generate -> broadcast(added, aborted) -> add, abort, step -> responses -> callers
+    member               receive() -----------------> add, abort, step
 
-consumes: requests from the inbox, before each step. The leader steps in the thread that calls
+consumes: new requests, before each step. The leader steps in the thread that calls
     `generate_batch`, or in one of its own.
 waits for: the other ranks, in each step.
 unblocked by: `release`, which tells the members that the batch is over. It sends the checksum of
@@ -44,6 +44,7 @@ class _PendingRequest:
     request: VLLMRequest
     response: Response
     future: Future[Response] = field(default_factory=Future)
+    has_begun: bool = False  # whether vLLM has it
     is_aborted: bool = False
 
 
@@ -82,13 +83,15 @@ class GroupCore(InProcessCore):
     ) -> None:
         self.group = group
         self._lock = threading.Lock()
-        # Requests of the leader by name: those that wait for their first step, and running ones.
-        self._inbox: dict[str, _PendingRequest] = {}
-        self._running_requests: dict[str, _PendingRequest] = {}
+        self._requests: dict[str, _PendingRequest] = {}  # of the leader, by name
         self._is_running = False
         self._has_failed = False
         self._checksum = 0
-        self._worker: ThreadPoolExecutor | None = None
+        # It has a thread only once `generate` needs one.
+        initializer = None
+        if group.device.type == "cuda":
+            initializer = partial(torch.cuda.set_device, group.device)
+        self._worker = ThreadPoolExecutor(1, "vllm", initializer=initializer)
         self._turn: Future[None] | None = None
         # Members get the leader's name for the group, which is unique on the machine.
         name = f"quadriga-{uuid4().hex}"
@@ -103,7 +106,7 @@ class GroupCore(InProcessCore):
             super().__init__(library, arguments, group.device, (name, group.ranks[group.rank]))
 
     def generate_batch(
-        self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None = None
+        self, requests: Sequence[VLLMRequest], count_ended: Callable[[int], None] | None
     ) -> list[Response]:
         """Generate responses on all ranks; for the leader.
 
@@ -129,18 +132,13 @@ class GroupCore(InProcessCore):
         call = _PendingRequest(request, Response(request.expanded))
         waiting = asyncio.wrap_future(call.future)
         if self._submit([call]):
-            if self._worker is None:
-                initializer = None
-                if self.group.device.type == "cuda":
-                    initializer = partial(torch.cuda.set_device, self.group.device)
-                self._worker = ThreadPoolExecutor(1, "vllm", initializer=initializer)
             self._turn = self._worker.submit(self._run)
         return await waiting
 
     def abort(self) -> None:
         """End all unfinished responses before the next step. Any thread may call this."""
         with self._lock:
-            for call in (*self._running_requests.values(), *self._inbox.values()):
+            for call in self._requests.values():
                 call.is_aborted = True
 
     def follow(self) -> None:
@@ -171,19 +169,18 @@ class GroupCore(InProcessCore):
     def close(self) -> None:
         """Abort unfinished responses, and end the engine and its thread."""
         self.abort()
-        if self._worker is not None:
-            self._worker.shutdown()
+        self._worker.shutdown()
         super().close()
 
     def _submit(self, calls: list[_PendingRequest]) -> bool:
-        """Put requests into the inbox.
+        """Add requests, which begin before the next step.
 
         Returns:
             Whether the caller has to call `_run`, because no thread makes steps.
         """
         with self._lock:
             for call in calls:
-                self._inbox[str(next(self._ids))] = call
+                self._requests[str(next(self._ids))] = call
             has_to_run = bool(calls) and not self._is_running
             self._is_running |= has_to_run
             return has_to_run
@@ -197,44 +194,40 @@ class GroupCore(InProcessCore):
                     if step is None:
                         break
                     self.group.broadcast(step if any(step) else None)
-                    outputs = []
-                    if step.aborted:
-                        outputs = partial_outputs(self.engine, step.aborted)
-                    outputs += self._make_step(step)
-                    for output in outputs:
+                    aborted = partial_outputs(self.engine, step.aborted) if step.aborted else []
+                    for output in (*aborted, *self._make_step(step)):
                         with self._lock:
-                            call = self._running_requests.pop(output.request_id)
+                            call = self._requests.pop(output.request_id)
                         self._finish(call, output)
         except BaseException as error:
             with self._lock:
-                failed = [*self._running_requests.values(), *self._inbox.values()]
-                self._running_requests = {}
-                self._inbox = {}
+                failed = self._requests
+                self._requests = {}
                 self._is_running = False
                 self._has_failed = True
             # The callers get the error from their futures, whatever thread this is.
-            for call in failed:
+            for call in failed.values():
                 if call.future.set_running_or_notify_cancel():
                     call.future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
 
     def _next_step(self) -> StepChanges | None:
-        """Move the requests of the inbox to the next step.
+        """Begin new requests with the next step.
 
         Returns:
             The changes before the step; None if there is no request, so that the caller must stop.
         """
+        step = StepChanges({}, [])
         with self._lock:
-            aborted = []
-            for name, call in self._running_requests.items():
-                if call.is_aborted or call.future.cancelled():
-                    aborted.append(name)
-            added = {name: call.request for name, call in self._inbox.items()}
-            self._running_requests |= self._inbox
-            self._inbox = {}
-            self._is_running = bool(self._running_requests)
-        return StepChanges(added, aborted) if self._is_running else None
+            for name, call in self._requests.items():
+                if not call.has_begun:
+                    call.has_begun = True
+                    step.added[name] = call.request
+                elif call.is_aborted or call.future.cancelled():
+                    step.aborted.append(name)
+            self._is_running = bool(self._requests)
+            return step if self._is_running else None
 
     def _make_step(self, step: StepChanges) -> list[Any]:
         """Make a step, as every rank does.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.observe.probe import installed, release_numbers
@@ -96,7 +97,7 @@ def load() -> VLLMLibrary:
         lora = importlib.import_module("vllm.lora.request")
     except (ImportError, OSError, RuntimeError) as error:
         got = f"vLLM {version}, which does not load: {error}"
-        raise RolloutError(WHERE, got=got, expected="one that does", fix=_INSTALL) from error
+        raise RolloutError(WHERE, got, expected="one that does", fix=_INSTALL) from error
     return VLLMLibrary(version, module, sampling, lora)
 
 
@@ -125,8 +126,8 @@ def cache_folder() -> Path:
     Raises:
         ConfigError: the folder cannot be written.
     """
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm")
-    folder = Path(os.environ.get("VLLM_CACHE_ROOT") or default)
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("VLLM_CACHE_ROOT") or caches / "vllm")
     if "RANK" in os.environ:
         folder /= f"rank{os.environ['RANK']}"
     try:
@@ -172,12 +173,10 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
         return reload.initialize_layerwise_reload, reload.finalize_layerwise_reload, configured
     except (ImportError, AttributeError) as error:
         got = f"vLLM {installed(*DISTRIBUTIONS)[1]} without layerwise reload ({error})"
-        raise RolloutError(f"{WHERE}, weights", got=got, fix=_INSTALL) from error
+        raise RolloutError(f"{WHERE}, weights", got, fix=_INSTALL) from error
 
 
-def checkpoint_weights(
-    name: str, weight: torch.Tensor, model_type: str
-) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_weights(name: str, weight: Tensor, model_type: str) -> Iterator[tuple[str, Tensor]]:
     """Split a weight into those of checkpoint files, which vLLM's models load: one per expert.
 
     Args:
@@ -238,20 +237,19 @@ def repack_tied(model: torch.nn.Module) -> None:
     A layer is packed when its weights arrive. A head that is tied to the embedding gets none of its
     own, and would keep its packed copy of the old ones.
     """
-    # Names of the modules that have each parameter.
-    owners: dict[int, list[str]] = {}
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
+    # The modules that have each parameter.
+    owners: dict[int, list[torch.nn.Module]] = {}
+    for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.device.type == "cpu" and parameter.numel():
-                owners.setdefault(id(parameter), []).append(name)
-    for names in owners.values():
-        if len(names) == 1:
+                owners.setdefault(id(parameter), []).append(module)
+    for modules in owners.values():
+        if len(modules) == 1:
             continue
-        for name in names:
-            method = getattr(modules[name], "quant_method", None)
+        for module in modules:
+            method = getattr(module, "quant_method", None)
             if hasattr(method, "process_weights_after_loading"):
-                method.process_weights_after_loading(modules[name])
+                method.process_weights_after_loading(module)
 
 
 def executor(device: torch.device, group: tuple[str, int] | None = None) -> type:
@@ -286,20 +284,19 @@ def partial_outputs(engine: Any, names: Container[str]) -> list[Any]:
         names: ids of requests; finished ones are ignored.
     """
     aborted = importlib.import_module("vllm.v1.engine").FinishReason.ABORT
-    outputs = []
-    for state in engine.output_processor.request_states.values():
-        if state.external_req_id in names:
-            outputs.append(state.make_request_output([], None, aborted, None))
-    return outputs
+    states = engine.output_processor.request_states.values()
+    return [
+        state.make_request_output([], None, aborted, None)
+        for state in states
+        if state.external_req_id in names
+    ]
 
 
-def cache_tensors(worker: Any) -> Sequence[torch.Tensor]:
+def cache_tensors(worker: Any) -> Sequence[Tensor]:
     """Tensors of the KV cache of vLLM's worker; empty if this version keeps them elsewhere."""
     runner = getattr(worker, "model_runner", None)
     tensors = getattr(runner, "kv_caches", None)
-    if not isinstance(tensors, list):
-        return ()
-    is_known = all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+    is_known = isinstance(tensors, list) and all(map(torch.is_tensor, tensors))
     return tensors if is_known else ()
 
 
@@ -338,7 +335,7 @@ def tensor_parallel_place(worker: Any) -> tuple[int, int]:
     return distributed.get_tensor_model_parallel_rank(), num_ranks
 
 
-def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+def adapter_layers(worker: Any) -> Sequence[tuple[Tensor, Tensor]]:
     """Matrices of the adapter in each layer of vLLM's worker that has one.
 
     Returns:

@@ -125,6 +125,7 @@ class _Loss:
 
         # Without an address, the count at the start of the process is not known.
         oom_kills = address.oom_kills if address else log.oom_kills
+        # Either this driver has killed the process, or Ray and the traces say why it died.
         got, fix = _KILLED.get(address) or cause_of_death(error, log, oom_kills, call.worker.pid)
         if call.arguments():
             got += f" (called with {call.arguments()})"
@@ -191,13 +192,12 @@ def first_outcomes(handles: Sequence[RemoteCall]) -> dict[RemoteCall, Any]:
     """
     wait = _PendingCalls(handles)
     wait.go_on(REPORT_EVERY_S, for_one=True)
-    outcomes: dict[RemoteCall, Any] = {}
+    outcomes = {}
     for ref, output in wait.outputs.items():
         if isinstance(output, _FAILED):
-            outcome: Any = output.as_error()
+            outcomes[wait.calls[ref]] = output.as_error()
         else:
-            outcome = transport.unpack_result(output, borrow=True)
-        outcomes[wait.calls[ref]] = outcome
+            outcomes[wait.calls[ref]] = transport.unpack_result(output, borrow=True)
     return outcomes
 
 
@@ -274,7 +274,7 @@ class _PendingCalls:
             )
 
         # Each node is checked once, however many calls it runs.
-        refs_by_node: dict[tuple[str, int], list[Any]] = {}
+        refs_by_node = {}
         for ref in self.pending():
             address = self.calls[ref].address
             if address:
@@ -304,7 +304,7 @@ class _PendingCalls:
 
     def report(self) -> str:
         """Describe which ranks have responded, and the states of the other ranks."""
-        done: dict[str, list[int]] = {}
+        done = {}
         late_calls = []
         for ref, call in self.calls.items():
             if ref in self.outputs:
@@ -312,7 +312,7 @@ class _PendingCalls:
             else:
                 late_calls.append(call)
         # Ranks without an output, by role and what they do: many ranks wait in the same place.
-        ranks_at: dict[tuple[str, str], list[int]] = {}
+        ranks_at = {}
         statuses = ask_status([call.actor for call in late_calls], STATUS_LIMIT_S)
         for call, status in zip(late_calls, statuses, strict=True):
             if status is None:
@@ -367,14 +367,14 @@ def _cause_order(failure: Failure | _Loss) -> tuple[int, float]:
 def _ranks_text(ranks: Sequence[int]) -> str:
     """Ranks in words: `rank 3`, `ranks 0, 2-5`."""
     # Runs of consecutive ranks: the first rank, and the last one if there are several.
-    spans: list[list[int]] = []
+    spans = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
             spans[-1] = [spans[-1][0], rank]
         else:
             spans.append([rank])
     texts = ["-".join(map(str, span)) for span in spans]
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(texts)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
 def _second_error(call: RemoteCall) -> RayError | None:
@@ -425,7 +425,7 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
     if has_head:
         for actor in actors:
             ray.kill(actor, no_restart=True)
-    survivors: list[str] = []
+    survivors = []
     nodes = {(address.node_id, address.node, address.raylet_port) for address in addresses}
     for node_id, node, raylet_port in nodes:
         is_here = node_id == cluster.own_node_id()
@@ -446,9 +446,13 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
             alive = []
         survivors += [f"process {pid} on {node}" for pid in alive]
     if survivors:
-        got = f"{', '.join(survivors)} alive {END_LIMIT_S:g} s after SIGKILL or not answered for"
-        fix = "Such a process waits for a device or a file system; the node's `dmesg` may say why."
-        raise WorkerError("closing a worker group", got=got, expected="no process left", fix=fix)
+        raise WorkerError(
+            "closing a worker group",
+            got=f"{', '.join(survivors)} alive {END_LIMIT_S:g} s after SIGKILL or not answered for",
+            expected="no process left",
+            fix="Such a process waits for a device or a file system; the node's `dmesg` may say "
+            "why.",
+        )
 
 
 def kill(address: ProcessAddress, got: str, fix: str) -> None:

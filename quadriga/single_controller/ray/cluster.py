@@ -69,6 +69,7 @@ CONNECT_LIMIT_S = 2.0  # time for a node to accept a connection
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """Preface of a client with empty settings. The server replies with a settings frame, type 4."""
 SECOND_LOOK_S = 1.0  # time until a second attempt to connect, before a node counts as lost
+LOST_NODES_LIMIT_S = 30.0  # time for Ray to notice lost nodes
 
 # ---- joining ------------------------------------------------------------------------------------
 
@@ -96,8 +97,9 @@ def cluster(
         WorkerError: there is no cluster at the address, or it has another version of Ray or Python.
     """
     if release_numbers(ray.__version__) < release_numbers(LEAST_RAY):
-        fix = "pip install -U -e '.[ray]'"
-        raise WorkerError("ray", ray.__version__, f"{LEAST_RAY} or later", fix)
+        raise WorkerError(
+            "ray", ray.__version__, f"{LEAST_RAY} or later", "pip install -U -e '.[ray]'"
+        )
     init_arguments = dict(arguments)
     address = str(init_arguments.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local")
     where = ADDRESS_KEY if arguments.get("address") else "RAY_ADDRESS"
@@ -114,8 +116,9 @@ def cluster(
         }
         init_arguments = defaults | init_arguments
     else:
-        runtime_env = init_arguments.get("runtime_env")
-        init_arguments["runtime_env"] = _joining_env(where, address, runtime_env)
+        init_arguments["runtime_env"] = _joining_env(
+            where, address, init_arguments.get("runtime_env")
+        )
 
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
@@ -184,8 +187,7 @@ _OWN: list[_OwnCluster] = []  # the cluster of this process, if it has started o
 
 def _end_own_cluster(kind: type[BaseException] | None, *_: Any) -> None:
     """Exit callback: end the cluster of this process."""
-    is_failed = kind not in (None, KeyboardInterrupt, GeneratorExit)
-    _OWN.pop().end(is_failed=is_failed)
+    _OWN.pop().end(is_failed=kind not in (None, KeyboardInterrupt, GeneratorExit))
 
 
 def is_cluster_lost() -> bool:
@@ -199,9 +201,10 @@ def renew_own_cluster() -> None:
     Raises:
         WorkerError: the cluster was joined, and its head does not respond.
     """
-    for broken in [own_cluster for own_cluster in _OWN if own_cluster.is_broken()]:
+    if _OWN and _OWN[0].is_broken():
+        broken = _OWN[0]
         broken.end(is_failed=False)
-        _OWN[:] = [_OwnCluster(broken.arguments, broken.where, broken.sessions)]
+        _OWN[0] = _OwnCluster(broken.arguments, broken.where, broken.sessions)
     if not _OWN and is_lost(*head_address()):
         raise WorkerError(
             f"Ray cluster at {ray.get_runtime_context().gcs_address}",
@@ -279,10 +282,8 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
         if isinstance(error, RuntimeError) and "Version mismatch" in str(error):
             # Ray's message has an indented line for each version: Ray and Python of the cluster,
             # then of this process.
-            values = []
-            for line in str(error).splitlines():
-                if line.startswith("    "):
-                    values.append(line.partition(":")[2].strip())
+            lines = [line for line in str(error).splitlines() if line.startswith("    ")]
+            values = [line.partition(":")[2].strip() for line in lines]
             cluster_ray, cluster_python, this_ray, this_python = values[:4]
             raise WorkerError(
                 f"Ray cluster at {address}",
@@ -430,16 +431,13 @@ def run_on_node(
     return ray.get(task.remote(*args), timeout=limit_s)
 
 
-def await_lost_nodes(limit_s: float = 30.0) -> None:
+def await_lost_nodes() -> None:
     """Wait until Ray has noticed all lost nodes. Until then, it would place processes on them.
 
-    Args:
-        limit_s: time limit in seconds.
-
     Raises:
-        WorkerError: Ray still considers a lost node alive after `limit_s`.
+        WorkerError: Ray still considers a lost node alive after `LOST_NODES_LIMIT_S`.
     """
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + LOST_NODES_LIMIT_S
     while True:
         # Nodes that Ray considers alive, but whose raylet does not respond.
         lost = []

@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from mmap import mmap
 from typing import Any
@@ -70,12 +70,14 @@ class Keeper:
             reason += f"{free / GIB:.2f} GiB that are free"
             return {}, reason
 
-        for owner, size in sizes.items():
-            self._files[owner] = os.memfd_create("quadriga-state-copy")
-            os.truncate(self._files[owner], size)
         # Files without a name, which other processes open through this process's descriptors.
-        folder = f"/proc/{os.getpid()}/fd"
-        return {owner: f"{folder}/{file}" for owner, file in self._files.items()}, ""
+        paths = {}
+        for owner, size in sizes.items():
+            file = os.memfd_create("quadriga-state-copy")
+            os.truncate(file, size)
+            self._files[owner] = file
+            paths[owner] = f"/proc/{os.getpid()}/fd/{file}"
+        return paths, ""
 
     def whole(self) -> dict[Owner, list[int]]:
         """Find the steps of each owner's complete copies."""
@@ -170,13 +172,14 @@ class StateCopies:
     """The copies of a run. They and this object outlive its workers, and end with the driver."""
 
     def __init__(self) -> None:
-        self._keepers: dict[str, Any] = {}  # by node
-        self._workers: Mapping[str, Any] = {}  # by part of the checkpoint
-        self._plans: dict[str, Any] = {}
+        self._keepers: dict[str, Any] = {}  # a `Keeper` or its actor, by node
+        self._workers: Mapping[str, Any] = {}  # groups of workers, by part of the checkpoint
+        self._plans: dict[str, Any] = {}  # the `CopyPlan` of each part
         self._memory: _CopyLocations | None = None  # None: there are no copies
         # The driver's part of the state after each of the last two copied steps.
         self._driver: dict[int, dict[str, Any]] = {}
-        self._mirrors: list[Any] = []  # references of mirrors that may be under way
+        # Calls that may still be copying the memory of a node to another.
+        self._mirrors: list[Any] = []
 
     @property
     def steps(self) -> str:
@@ -211,12 +214,12 @@ class StateCopies:
         self._drop(set(self._keepers) - set(cycle))
         mirror_of = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
         # Each owner's node, and the one that mirrors it, unless there is only one node.
-        nodes = {}
-        for owner, home in homes.items():
-            nodes[owner] = list(dict.fromkeys((home, mirror_of[home])))
+        nodes = {
+            owner: list(dict.fromkeys((home, mirror_of[home]))) for owner, home in homes.items()
+        }
 
         # The keepers make the memory, and the ranks open it. Without all of it there are no copies.
-        paths: dict[str, dict[Owner, str]] = {}
+        paths = {}
         refusal = ""
         largest = 0
         for node in cycle:
@@ -227,8 +230,7 @@ class StateCopies:
         for part, worker in workers.items():
             if refusal:
                 break
-            owners = [owner for owner in homes if owner[0] == part]
-            rank_paths = [paths[homes[owner]][owner] for owner in owners]
+            rank_paths = [paths[home][owner] for owner, home in homes.items() if owner[0] == part]
             refusal = next(filter(None, worker.open_copies(rank_paths)), "")
         if refusal:
             return f"none ({refusal}): a lost process costs the steps since the last checkpoint"
@@ -236,8 +238,8 @@ class StateCopies:
         remote_keepers = {node: keeper for node, keeper in self._keepers.items() if node != HERE}
         self._memory = _CopyLocations(nodes, paths, remote_keepers)
         ranks = "its ranks and of those of the node before" if len(cycle) > 1 else "its ranks"
-        choice = f"{largest / GIB:.2f} GiB a node, the last two steps of {ranks}"
-        return f"{choice}: a lost process costs one step"
+        size = f"{largest / GIB:.2f} GiB a node"
+        return f"{size}, the last two steps of {ranks}: a lost process costs one step"
 
     def copy(self, step: int, driver: dict[str, Any]) -> None:
         """Start to copy the state after a step.
@@ -254,7 +256,7 @@ class StateCopies:
         if mirrors and ray.wait(mirrors, num_returns=len(mirrors), timeout=0)[1]:
             return
         try:
-            ray.get(mirrors)
+            ray.get(mirrors)  # they have ended: with an error if a keeper was lost
         except ray.exceptions.RayError as error:
             print(f"state copies: none from step {step} on, because a keeper was lost: {error}")
             self._workers = {}
@@ -282,7 +284,7 @@ class StateCopies:
             The state; None if there is none.
         """
         # By node and owner, the steps of complete copies.
-        complete: dict[str, dict[Owner, list[int]]] = {}
+        complete = {}
         for node in list(self._keepers):
             try:
                 complete[node] = self._call(node, "whole")
@@ -294,13 +296,13 @@ class StateCopies:
             return None
         # The newest step is incomplete if a rank was lost while it was copied.
         for step, driver in reversed(self._driver.items()):
-            nodes: dict[Owner, list[str]] = {}
+            nodes = {}
             for owner, owner_nodes in self._memory.nodes.items():
                 nodes[owner] = [
                     node for node in owner_nodes if step in complete.get(node, {}).get(owner, [])
                 ]
             if all(nodes.values()):
-                memory = _CopyLocations(nodes, self._memory.paths, self._memory.keepers)
+                memory = replace(self._memory, nodes=nodes)
                 return NewestState(step, driver, self._plans, memory)
         return None
 

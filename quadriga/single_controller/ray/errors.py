@@ -96,12 +96,7 @@ class Failure:
             kind = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
             if _is_lost_peer(error):
                 kind = PeerLostError
-            driver_error = kind(
-                str(error.where),
-                got=str(error.got),
-                expected=str(error.expected),
-                fix=str(error.fix),
-            )
+            driver_error = kind(*map(str, (error.where, error.got, error.expected, error.fix)))
             driver_error.worker = error.worker
         elif _is_lost_peer(error):
             got = str(error).partition("\n")[0]
@@ -236,10 +231,9 @@ class CrashLog:
 
 def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
     """Number of processes that this node's kernel has killed for lack of memory; 0 if unknown."""
-    if not vmstat.exists():
-        return 0
-    counts = dict(line.split() for line in vmstat.read_text(encoding="ascii").splitlines())
-    return int(counts.get("oom_kill", 0))
+    text = vmstat.read_text(encoding="ascii") if vmstat.exists() else ""
+    count = re.search(r"^oom_kill (\d+)", text, re.MULTILINE)
+    return int(count[1]) if count else 0
 
 
 def crash_log(log: str) -> CrashLog:
@@ -253,12 +247,10 @@ def crash_log(log: str) -> CrashLog:
     # Drop Ray's marks for its log monitor, and the fault handler's list of C extensions.
     noise = (":", "Extension modules: ")
     lines = [line for line in lines if line.strip() and not line.startswith(noise)]
-    num_lines = NUM_LAST_LINES
-    for number, line in enumerate(lines):
-        # Show the whole report of the fault handler.
-        if line.startswith("Fatal Python error"):
-            num_lines = max(NUM_LAST_LINES, len(lines) - number)
-    return CrashLog(tuple(lines[-num_lines:]), oom_kills())
+    # Show the whole report of the fault handler.
+    reports = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    first = min([len(lines) - NUM_LAST_LINES, *reports[-1:]])
+    return CrashLog(tuple(lines[max(0, first) :]), oom_kills())
 
 
 def cause_of_death(
@@ -313,18 +305,14 @@ def _fatal_error(lines: tuple[str, ...]) -> str:
     Args:
         lines: the end of the process's standard error.
     """
-    starts = [
-        number for number, line in enumerate(lines) if line.startswith("Fatal Python error: ")
-    ]
-    if not starts:
+    text = "\n".join(lines)
+    _, start, report = f"\n{text}".rpartition("\nFatal Python error: ")
+    if not start:
         return ""
-    report = lines[starts[-1] :]
-    problem = report[0].removeprefix("Fatal Python error: ").strip()
-    # Search the thread that got the signal first, then all threads.
-    current = [number for number, line in enumerate(report) if line.startswith("Current thread")]
-    thread_lines = report[current[0] :] if current else ()
+    problem = report.partition("\n")[0].strip()
     place = ""
-    for line in (*thread_lines, *report):
+    # Search the thread that got the signal first, then all threads.
+    for line in f"{report.partition('Current thread')[2]}\n{report}".splitlines():
         frame = _FRAME.match(line)
         if frame and is_of_interest(frame[1]):
             place = f" at {frame[1]}:{frame[2]} in {frame[3]}"

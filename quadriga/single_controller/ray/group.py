@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quadriga.config.trainer import TrainerConfig
-from quadriga.errors import WorkerError
+from quadriga.errors import WorkerError, WorkerLostError, first_line
 from quadriga.observe.call_times import CallTime
 from quadriga.observe.machine import num_usable_cores
 from quadriga.single_controller.dispatch import Arguments
@@ -50,6 +50,8 @@ from quadriga.single_controller.worker_group import (
     describe_arguments,
 )
 
+# Time for the first process on a node. It imports Ray and torch, from a network file system perhaps.
+FIRST_PROCESS_LIMIT_S = 600.0
 CALL_TIMES_LIMIT_S = 5.0  # time for processes to send the times of their calls
 # Options of an actor that the pool and the group decide.
 _GROUP_OPTIONS = frozenset(
@@ -133,11 +135,31 @@ def create_colocated_worker_cls(
         for key, value in entry.options.items():
             earlier = colocated.options.setdefault(key, value)
             if earlier != value:
-                where = f"create_colocated_worker_cls: option {key}"
-                got = f"{value!r} for {role}, {earlier!r} before it"
-                expected = "one value, because the roles share their processes"
-                raise WorkerError(where, got=got, expected=expected)
+                raise WorkerError(
+                    f"create_colocated_worker_cls: option {key}",
+                    got=f"{value!r} for {role}, {earlier!r} before it",
+                    expected="one value, because the roles share their processes",
+                )
     return colocated
+
+
+def _num_cores_of(node_id: str) -> int:
+    """Number of cores that processes on a node may use, asked on that node.
+
+    Raises:
+        WorkerLostError: the node is lost, or starts no process.
+    """
+    try:
+        return run_on_node(node_id, num_usable_cores, limit_s=FIRST_PROCESS_LIMIT_S)
+    except RayError as error:
+        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}[node_id]
+        raise WorkerLostError(
+            f"the first process on node {address}",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            expected=f"that it starts within {FIRST_PROCESS_LIMIT_S:g} s",
+            fix="`ray status` lists the nodes that are there; the node's logs say why it starts "
+            "nothing (/tmp/ray/session_latest/logs/raylet.out).",
+        ) from error
 
 
 class WorkerProcesses:
@@ -162,38 +184,42 @@ class WorkerProcesses:
     ) -> None:
         self.name = name
         self.entries = dict(entries)
-        self.bundles, share = pool.take_share(name)
+        self.pool = pool
+        bundles, share = pool.take_share(name)
 
         # Threads of each process, by node.
-        counts = Counter(bundle.node_id for bundle in self.bundles)
+        counts = Counter(bundle.node_id for bundle in bundles)
         threads = {}
         for node, count in counts.items():
-            cores = run_on_node(node, num_usable_cores)
+            cores = _num_cores_of(node)
             threads[node] = share_of_cores(cores, count, pool.neighbours.get(node, count))
         self.threads = "; ".join(dict.fromkeys(share.reason for share in threads.values()))
-        variables: dict[str, str] = {}
+        variables = {}
         if num_threads := os.environ.get(THREADS):
             # A number of threads that the user has set applies to each process, as without Ray.
             mkl_threads = os.environ.get("MKL_NUM_THREADS", num_threads)
             variables = {THREADS: num_threads, "MKL_NUM_THREADS": mkl_threads}
             self.threads = f"{THREADS}={num_threads} in each process, as on the driver"
 
-        actor_options = dict(options)
-        runtime_env = dict(actor_options.pop("runtime_env", None) or {})
+        actor_options = {
+            **options,
+            # Ray's stubs know neither of these two options.
+            "concurrency_groups": {"control": 1, "beside": 2},
+            # Run calls in the order of submission, even if their arguments arrive in another
+            # order: all ranks must enter their collectives in the same order.
+            "allow_out_of_order_execution": False,
+        }
+        runtime_env = dict(options.get("runtime_env") or {})
         variables |= runtime_env.pop("env_vars", {})
-        # Ray's stubs know neither of these two options.
-        actor_options["concurrency_groups"] = {"control": 1, "beside": 2}
-        # Run calls in the order of submission, even if their arguments arrive in another order: all
-        # ranks must enter their collectives in the same order.
-        actor_options["allow_out_of_order_execution"] = False
         actor_class = ray.remote(**share, **actor_options)(WorkerProcess)
         self._factories: list[Any] = []
-        for bundle in self.bundles:
-            strategy = PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index)
-            bundle_variables = threads[bundle.node_id].environment() | variables
+        for bundle in bundles:
+            environment = threads[bundle.node_id].environment() | variables
             factory = actor_class.options(
-                scheduling_strategy=strategy,
-                runtime_env={**runtime_env, "env_vars": bundle_variables},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    bundle.placement_group, bundle.index
+                ),
+                runtime_env={**runtime_env, "env_vars": environment},
             )
             self._factories.append(factory)
 
@@ -224,8 +250,11 @@ class WorkerProcesses:
         calls.end_processes([self.actors[rank]], [self.address_refs[rank]])
         # Checked after the end of the process, because `shutdown` may be called meanwhile.
         if self.is_ended:
-            where = f"{self.name}[rank {rank}]"
-            raise WorkerError(where, got="a restart", expected="a group that is not shut down")
+            raise WorkerError(
+                f"{self.name}[rank {rank}]",
+                got="a restart",
+                expected="a group that is not shut down",
+            )
         self.actors[rank] = self._factories[rank].remote(self.name, rank)
         self.address_refs[rank] = self.actors[rank].address.remote()
         self.load_refs[rank] = self._load(self.actors[rank])
@@ -239,12 +268,11 @@ class WorkerProcesses:
 
     def loads(self) -> list[RemoteCall]:
         """The imports of all processes, as calls. Waits until the processes have started."""
-        loads = []
-        for rank, start in enumerate(self.starts()):
-            address = self.addresses[rank]
-            load = replace(start, ref=self.load_refs[rank], address=address, method="load")
-            loads.append(load)
-        return loads
+        places = zip(self.starts(), self.load_refs, self.addresses, strict=True)
+        return [
+            replace(start, ref=ref, address=address, method="load")
+            for start, ref, address in places
+        ]
 
     def _load(self, actor: Any) -> Any:
         """Start to import the modules of the workers, while the driver prepares their arguments.
@@ -316,12 +344,12 @@ class RayWorkerGroup(WorkerGroup[W]):
             processes = WorkerProcesses(self.name, resource_pool, entry.options, entries)
         self.processes = processes
         self._roles: dict[str, RayWorkerGroup[Any]] = {}
-        for role, role_entry in roles.items():
-            self._roles[role] = RayWorkerGroup(resource_pool, role_entry, role, processes)
         # With several roles, the group has their methods in place of those of `WorkerDict`.
         if roles:
             self.methods = {}
-        for role, group in self._roles.items():
+        for role, role_entry in roles.items():
+            group = RayWorkerGroup(resource_pool, role_entry, role, processes)
+            self._roles[role] = group
             for method, registration in group.methods.items():
                 self.methods[f"{role}_{method}"] = registration
 
@@ -390,17 +418,20 @@ class RayWorkerGroup(WorkerGroup[W]):
         """
         unknown_roles = sorted(role for role in prefix_set if role not in self._roles)
         if unknown_roles:
-            expected = f"roles among {list(self._roles) or 'none: one role'}"
-            raise WorkerError(f"{self.name}.spawn", got=f"{unknown_roles}", expected=expected)
+            raise WorkerError(
+                f"{self.name}.spawn",
+                got=f"{unknown_roles}",
+                expected=f"roles among {list(self._roles) or 'none: one role'}",
+            )
         return {role: group for role, group in self._roles.items() if role in prefix_set}
 
     def shutdown(self) -> None:
         """End the processes, with all roles in them, and wait until they are gone."""
-        self.processes.is_ended = True
-        for bundle in self.processes.bundles:
-            if self.processes.name in bundle.groups:
-                bundle.groups.remove(self.processes.name)
-        calls.end_processes(self.processes.actors, self.processes.address_refs)
+        processes = self.processes
+        processes.is_ended = True
+        if processes.name in processes.pool.groups:
+            processes.pool.groups.remove(processes.name)
+        calls.end_processes(processes.actors, processes.address_refs)
 
 
 class RayWorkerGroups(WorkerGroups):
@@ -452,10 +483,8 @@ class RayWorkerGroups(WorkerGroups):
 
     def await_start(self) -> None:
         """Wait until all processes have started and have imported the modules of their workers."""
-        loads: list[RemoteCall] = []
-        for group in self._pool_groups.values():
-            loads += group.processes.loads()
-        calls.resolve(loads)
+        groups = self._pool_groups.values()
+        calls.resolve([load for group in groups for load in group.processes.loads()])
 
     def describe(self) -> dict[str, str]:
         """Nodes, roles and threads of each pool, to be printed."""

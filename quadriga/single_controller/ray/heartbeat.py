@@ -172,7 +172,7 @@ class Heartbeat:
         limit = f"trainer.phase_timeout_s is {self.phase_s}"
         refs = {watched.actor.stacks.remote(): watched.worker for watched in self._watched}
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=STACKS_LIMIT_S)
-        workers_at: dict[str, list[str]] = {}  # names of workers, by their stacks
+        workers_at = {}  # names of workers, by their stacks
         for ref in ready:
             stacks = calls.output_or_none(ref)
             if stacks is None:
@@ -185,8 +185,9 @@ class Heartbeat:
         lines += [f"{', '.join(workers)}:\n{stacks}" for stacks, workers in workers_at.items()]
         lines += [f"{refs[ref]}: no answer" for ref in silent]
         self.emit("\n".join(lines))
-        got = f"{name} not done after {status.running_s:.0f} s"
-        self._kill(process, got, f"It was killed: {limit}.")
+        self._kill(
+            process, f"{name} not done after {status.running_s:.0f} s", f"It was killed: {limit}."
+        )
 
     def _kernel_state(self, process: _Watched) -> str:
         """The kernel's state of a process, in parentheses, if it explains the silence; else ""."""

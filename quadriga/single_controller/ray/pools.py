@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -39,14 +39,12 @@ class Bundle:
     placement_group: Any
     index: int
     node_id: str
-    # Names of the worker groups that run on the bundle.
-    groups: list[str] = field(default_factory=list, compare=False)
 
 
 def cluster_nodes() -> list[NodeResources]:
     """The living nodes of the connected cluster."""
     free = ray._private.state.available_resources_per_node()
-    nodes: list[NodeResources] = []
+    nodes = []
     for node in ray.nodes():
         if node["Alive"]:
             node_id = node["NodeID"]
@@ -137,6 +135,7 @@ class RayResourcePool(ResourcePool):
         # By node id, the number of processes of all pools on the node, including this pool.
         self.neighbours: Mapping[str, int] = {}
         self._bundles: list[Bundle] = []
+        self.groups: list[str] = []  # names of the worker groups that run on the pool
 
     def bundles(self) -> list[Bundle]:
         """The resources of each rank. The first call takes them.
@@ -155,6 +154,7 @@ class RayResourcePool(ResourcePool):
             key=lambda part: (address_order(part[0].address), part[0].node_id),
         )
         groups = []
+        bundles = []
         for number, (node, count) in enumerate(parts):
             group = placement_group(
                 [each] * count,
@@ -163,12 +163,11 @@ class RayResourcePool(ResourcePool):
                 bundle_label_selector=[{"ray.io/node-id": node.node_id}] * count,
             )
             groups.append(group)
+            bundles += [Bundle(group, index, node.node_id) for index in range(count)]
         self._await_placement(groups, each)
-
-        for group, (node, count) in zip(groups, parts, strict=True):
-            self._bundles += [Bundle(group, index, node.node_id) for index in range(count)]
+        self._bundles = bundles
         # Several parts may share a node.
-        counts = list(Counter(bundle.node_id for bundle in self._bundles).values())
+        counts = list(Counter(bundle.node_id for bundle in bundles).values())
         num_wanted = len(self.process_on_nodes)
         if len(counts) < num_wanted:
             pool = f"resource pool {self.name} {self.device_on_nodes}"
@@ -189,11 +188,10 @@ class RayResourcePool(ResourcePool):
         available = "; ".join(node.describe(list(each)) for node in cluster_nodes())
         for group in groups:
             remove_placement_group(group)
-        got = f"{len(late)} of {len(groups)} placement groups after {PLACEMENT_S:.0f} s "
-        got += f"still {states}; {available}"
         raise WorkerError(
             f"resource pool {self.name} {self.device_on_nodes}",
-            got=got,
+            got=f"{len(late)} of {len(groups)} placement groups after {PLACEMENT_S:.0f} s "
+            f"still {states}; {available}",
             expected="the resources that were free before",
             fix="Another program took them in the meantime: see `ray list placement-groups`.",
         )
@@ -211,17 +209,15 @@ class RayResourcePool(ResourcePool):
             WorkerError: the cluster lacks the resources, or the pool has no room for another group.
         """
         bundles = self.bundles()
-        for bundle in bundles:
-            if len(bundle.groups) >= self.max_colocate_count:
-                raise WorkerError(
-                    f"resource pool {self.name}",
-                    got=f"{group} as one more group with {', '.join(bundle.groups)}",
-                    expected=f"at most {self.max_colocate_count} groups",
-                    fix="Raise max_colocate_count, or put the roles into one process with "
-                    "create_colocated_worker_cls.",
-                )
-        for bundle in bundles:
-            bundle.groups.append(group)
+        if len(self.groups) >= self.max_colocate_count:
+            raise WorkerError(
+                f"resource pool {self.name}",
+                got=f"{group} as one more group with {', '.join(self.groups)}",
+                expected=f"at most {self.max_colocate_count} groups",
+                fix="Raise max_colocate_count, or put the roles into one process with "
+                "create_colocated_worker_cls.",
+            )
+        self.groups.append(group)
         # Rounded down to Ray's precision, so that seven shares of 1/7 do not exceed 1.
         share = self.num_devices * math.floor(10_000 / self.max_colocate_count) / 10_000
         return bundles, {"num_cpus": share, "num_gpus": share if self.use_gpu else 0}
@@ -236,6 +232,7 @@ class RayResourcePool(ResourcePool):
         """Release the resources. Ray ends the processes that still use them."""
         groups = self.placement_groups
         self._bundles = []
+        self.groups = []
         # If the head is lost, Ray would try for a minute, and then end this process.
         if groups and ray.is_initialized() and not is_cluster_lost():
             for group in groups:
@@ -279,7 +276,6 @@ class ResourcePoolManager:
                     expected=f"one of {known_pools or 'the pools, of which there are none'}",
                     fix="Name the pool in trainer.resource_pools, or choose another for the role.",
                 )
-        devices = devices or {}
         self.pools: dict[str, RayResourcePool] = {}
         for name, counts in self.resource_pool_spec.items():
             if name not in self.mapping.values():
@@ -289,7 +285,7 @@ class ResourcePoolManager:
                     expected="at least one",
                     fix="Remove the pool, or map a role to it.",
                 )
-            num_devices = devices.get(name, 1)
+            num_devices = (devices or {}).get(name, 1)
             pool = RayResourcePool(counts, use_gpu, name, max_colocate_count, num_devices)
             self.pools[name] = pool
 

@@ -98,24 +98,13 @@ class _RunningMethod:
     start: float = field(default_factory=time.monotonic)
     waited_before_s: float = field(default_factory=lambda: RANK_WAITS.seconds)
 
-    def call_time(self, rank: int) -> CallTime:
-        """Times of the method, which ends now. Call it in the thread that created this object."""
-        seconds = time.monotonic() - self.start
-        waited_s = RANK_WAITS.seconds - self.waited_before_s
-        begin_s = time.time() - seconds
-        return CallTime(self.role, rank, self.method, begin_s, seconds, waited_s)
-
     def frames(self) -> Iterator[FrameType]:
         """The method's frames, innermost first."""
         # While a coroutine is suspended, its thread is in the event loop. The coroutine's own
         # frames show where it waits.
-        suspended: list[FrameType] = []
+        suspended = []
         coroutine = self.coroutine
-        while (
-            inspect.iscoroutine(coroutine)
-            and coroutine.cr_frame is not None
-            and not coroutine.cr_running
-        ):
+        while inspect.iscoroutine(coroutine) and coroutine.cr_frame and not coroutine.cr_running:
             suspended.append(coroutine.cr_frame)
             coroutine = coroutine.cr_await
         yield from reversed(suspended)
@@ -123,18 +112,6 @@ class _RunningMethod:
         while frame is not None:
             yield frame
             frame = frame.f_back
-
-
-def _split_header(header: bytes | tuple[str, str, Any]) -> tuple[str, str, Any]:
-    """Split the header of a call into role, method and message body.
-
-    `RayWorkerGroup.start_all` joins them into one value, because each argument of a call costs Ray
-    time. The value is bytes if the body is bytes, else a tuple.
-    """
-    if not isinstance(header, bytes):
-        return header
-    role, method, body = header.split(b"\n", 2)
-    return role.decode(), method.decode(), body
 
 
 def _pack_output(output: Any, where: str) -> Any:
@@ -153,9 +130,11 @@ def _pack_output(output: Any, where: str) -> Any:
     try:
         return transport.pack_result(output)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
-        got = f"{type(error).__name__}: {error}"
-        expected = "a result that can be pickled"
-        raise WorkerError(f"output of {where}", got=got, expected=expected) from error
+        raise WorkerError(
+            f"output of {where}",
+            got=f"{type(error).__name__}: {error}",
+            expected="a result that can be pickled",
+        ) from error
 
 
 class WorkerProcess:
@@ -237,8 +216,9 @@ class WorkerProcess:
         """
         # torch.distributed and other libraries read these variables.
         os.environ.update({name.upper(): str(value) for name, value in asdict(place).items()})
-        node = ray.util.get_node_ip_address()
-        self._names[role] = WorkerName(role, place.rank, place.world_size, node, os.getpid())
+        self._names[role] = WorkerName(
+            role, place.rank, place.world_size, ray.util.get_node_ip_address(), os.getpid()
+        )
         with self._run(role, "__init__") as running, placed(place):
             running.arguments = entry.args, entry.kwargs
             self._workers[role] = entry()
@@ -254,14 +234,18 @@ class WorkerProcess:
         """Call a method of a role's worker.
 
         Args:
-            header: role, method and message body; see `_split_header`.
+            header: role, method and message body, joined by `RayWorkerGroup.start_all`: as bytes if
+                the body is bytes, else as a tuple.
             values: values of the message's references.
             is_shown: whether `status` reports the call, and its times are recorded.
 
         Returns:
             The packed output, or a Failure.
         """
-        role, method, body = _split_header(header)
+        if isinstance(header, bytes):
+            role, method, body = header.split(b"\n", 2)
+            header = (role.decode(), method.decode(), body)
+        role, method, body = header
         # A role whose constructor failed answers every call with that failure.
         if role in self._not_built:
             return self._not_built[role]
@@ -270,8 +254,9 @@ class WorkerProcess:
             PhaseTimer.mark(f"{role}.{method}"),
         ):
             if role not in self._workers:
-                expected = f"one of {sorted(self._workers)}"
-                raise WorkerError(f"{self}: {role}", got="a call", expected=expected)
+                raise WorkerError(
+                    f"{self}: {role}", got="a call", expected=f"one of {sorted(self._workers)}"
+                )
             args, kwargs = transport.unpack(body, values)
             running.arguments = (args, kwargs)
             output = getattr(self._workers[role], method)(*args, **kwargs)
@@ -330,11 +315,16 @@ class WorkerProcess:
             if name is None:
                 name = WorkerName(role, self._rank, self._rank + 1, pid=os.getpid())
             running_s = time.monotonic() - running.start
-            arguments = describe_arguments(*running.arguments)
-            running.outcome = Failure.of(error, name, method, arguments, running_s)
+            running.outcome = Failure.of(
+                error, name, method, describe_arguments(*running.arguments), running_s
+            )
         finally:
             if is_shown:
-                self._call_times.append(running.call_time(self._rank))
+                seconds = time.monotonic() - running.start
+                waited_s = RANK_WAITS.seconds - running.waited_before_s
+                begin_s = time.time() - seconds
+                times = CallTime(role, self._rank, method, begin_s, seconds, waited_s)
+                self._call_times.append(times)
                 self._running = None
 
 

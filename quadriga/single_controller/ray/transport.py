@@ -29,9 +29,11 @@ except `Outbox.put`, `Outbox.session` and `release_pages` works without a cluste
 """
 
 import io
+import mmap
 import os
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +43,7 @@ import numpy as np
 import ray
 import torch
 from ray import cloudpickle
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quadriga.protocol import DataProto
@@ -64,7 +67,7 @@ class _NeedsRayError(Exception):
 class _BatchColumn(NamedTuple):
     """A column of a DataProto. Unlike other tensors, columns of an output may be lent."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
 
 
 @dataclass(slots=True)
@@ -72,7 +75,7 @@ class _OutOfBandBuffer:
     """Bytes of a value: the pickle stream itself, or memory outside the stream."""
 
     memory: np.ndarray
-    root: torch.Tensor | None = None  # the tensor whose storage contains the bytes; None: a copy
+    root: Tensor | None = None  # the tensor whose storage contains the bytes; None: a copy
     is_column: bool = False  # whether it is the memory of a column of a DataProto
 
     @property
@@ -93,16 +96,21 @@ class _Pickler(cloudpickle.Pickler):
         self._tensor_parts: dict[int, tuple[pickle.PickleBuffer, _OutOfBandBuffer]] = {}
         # Not a bound method, whose reference cycle with the pickler would keep the pickled objects
         # alive until the next garbage collection.
-        callback = partial(_add_large_buffer, self.parts, self._tensor_parts)
-        super().__init__(file, protocol=5, buffer_callback=callback)
+        super().__init__(
+            file,
+            protocol=5,
+            buffer_callback=partial(_add_large_buffer, self.parts, self._tensor_parts),
+        )
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce tensors, columns and batches; refuse references to Ray's objects."""
+        # Subclasses of tensors, and other layouts, are pickled in their own ways.
+        if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized:
+            return self._reduce_tensor(obj, is_column=False)
         if type(obj) is _BatchColumn:
             return self._reduce_tensor(obj.tensor, is_column=True)
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
-            return self._reduce_tensor(obj, is_column=False)
         if isinstance(obj, DataProto):
+            # Its columns come back to this method, marked as such.
             columns = None if obj.batch is None else map_columns(obj.batch, _BatchColumn)
             rows = 0 if obj.batch is None else obj.batch.batch_size[0]
             return rebuild_proto, (type(obj), rows, columns, obj.non_tensor_batch, obj.meta_info)
@@ -110,7 +118,7 @@ class _Pickler(cloudpickle.Pickler):
             raise _NeedsRayError
         return super().reducer_override(obj)
 
-    def _reduce_tensor(self, tensor: torch.Tensor, *, is_column: bool) -> Any:
+    def _reduce_tensor(self, tensor: Tensor, *, is_column: bool) -> Any:
         """Reduce a tensor to a function that rebuilds it, and its arguments with the memory."""
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         memory = bytes_of(plain)
@@ -147,7 +155,7 @@ def _add_large_buffer(
     return memory.nbytes < BUFFER_FROM_BYTES
 
 
-def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
+def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> Tensor:
     """Rebuild a column on the memory of a buffer. If the memory is read-only, the column is lent.
 
     Args:
@@ -212,12 +220,12 @@ class _Item:
     """An array to put into the store."""
 
     memory: np.ndarray
-    root: torch.Tensor | None = None  # the tensor whose whole storage the array is
+    root: Tensor | None = None  # the tensor whose whole storage the array is
     stamp: Any = None  # stamp of the tensor
     ranks: set[int] = field(default_factory=set)  # the ranks that read it
 
 
-def stamp_of(root: torch.Tensor) -> Any:
+def stamp_of(root: Tensor) -> Any:
     """Stamp of a tensor's storage. Two stamps are equal if the bytes have not changed in between.
 
     Writes through `Tensor.data` and DLPack are not noticed.
@@ -259,8 +267,8 @@ class Outbox:
 
     def pack(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Message]:
         """Pack `(args, kwargs)` of each rank into a message. Equal arguments are pickled once."""
-        drafts: dict[Any, _PickledArguments] = {}
-        messages: dict[Any, Message] = {}
+        drafts = {}
+        messages = {}
         # Ranks with the same objects as arguments get the same message.
         keys = [(*map(id, args), *kwargs, *map(id, kwargs.values())) for args, kwargs in calls]
         for rank, (key, call) in enumerate(zip(keys, calls, strict=True)):
@@ -287,7 +295,7 @@ class Outbox:
             Locations by the id of a root, whose whole storage is in the store, or else by the key
             of a part. Parts without a location travel in the messages.
         """
-        locations: dict[Any, Location] = {}
+        locations = {}
         # All parts, each with the arguments that contain it.
         pairs = [(draft, part) for draft in drafts for part in draft.parts]
         # Look up stored tensors, unless there are only the streams.
@@ -327,32 +335,30 @@ class Outbox:
             Their locations, as for `_locations`.
         """
         # Bytes of each root that the ranks use together; equal parts count once.
-        keys_of_root: dict[int, set[tuple[int, int]]] = {}
-        for _, part in missing:
-            keys_of_root.setdefault(id(part.root), set()).add(part.key)
-        used_bytes = {}
-        for root_id, keys_of_parts in keys_of_root.items():
-            used_bytes[root_id] = sum(size for _, size in keys_of_parts)
+        used_bytes = Counter[int]()
+        for root_id, (_, size) in {(id(part.root), part.key) for _, part in missing}:
+            used_bytes[root_id] += size
 
-        items: dict[Any, _Item] = {}
+        items = {}
         for draft, part in missing:
-            storage = None if part.root is None else part.root.untyped_storage()
-            is_whole = storage is not None and 2 * used_bytes[id(part.root)] >= storage.nbytes()
-            key = id(part.root) if is_whole else part.key
-            if key not in items and is_whole and part.root is not None:
-                memory = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
-                items[key] = _Item(memory, part.root, stamp_of(part.root))
+            root = part.root
+            key = part.key
+            if root is not None and 2 * used_bytes[id(root)] >= root.untyped_storage().nbytes():
+                key = id(root)
+                if key not in items:
+                    content = torch.empty(0, dtype=torch.uint8).set_(root.untyped_storage())
+                    items[key] = _Item(bytes_of(content), root, stamp_of(root))
             elif key not in items:
                 items[key] = _Item(part.memory)
             items[key].ranks |= draft.ranks
 
         # Large arrays are alone in their object. Small ones share it with those for the same ranks.
-        objects: dict[Any, list[Any]] = {}
+        objects = {}
         for key, item in items.items():
             is_alone = item.memory.nbytes >= ALONE_FROM_BYTES
             objects.setdefault(key if is_alone else frozenset(item.ranks), []).append(key)
 
-        locations: dict[Any, Location] = {}
+        locations = {}
         for keys in objects.values():
             ref = self.put([items[key].memory for key in keys])
             for number, key in enumerate(keys):
@@ -370,9 +376,9 @@ def _make_message(parts: Sequence[_OutOfBandBuffer], locations: Mapping[Any, Loc
         parts: the pickle stream, and the memory outside it.
         locations: what is in the store; see `Outbox._locations`.
     """
-    refs: dict[Any, int] = {}  # references, with their places in the message
+    refs = {}  # references, with their places in the message
     # For each part its bytes, or where they are: reference, array, first byte and end.
-    places: list[Any] = []
+    places = []
     for part in parts:
         address, size = part.key
         start = 0
@@ -404,13 +410,12 @@ def unpack(body: Any, values: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str
     """
     if not isinstance(body, bytes):
         return body
-    parts: list[Any] = []
+    parts = []
     for place in pickle.loads(body):
-        if isinstance(place, bytes):
-            parts.append(place)
-        else:
+        if not isinstance(place, bytes):
             ref, array, start, stop = place
-            parts.append(values[ref][array][start:stop])
+            place = values[ref][array][start:stop]
+        parts.append(place)
     return pickle.loads(parts[0], buffers=map(_writable_copy, parts[1:]))
 
 
@@ -459,7 +464,6 @@ def unpack_result(value: Any, borrow: bool = False) -> Any:
 
 # ---- pages --------------------------------------------------------------------------------------
 
-_MADV_DONTNEED = 4
 _STORE = "/plasma"
 _mappings: list[tuple[int, int]] = []
 
@@ -486,7 +490,7 @@ def release_pages() -> None:
                     mappings.append((int(start, 16), int(end, 16)))
         _mappings[:] = mappings
     for start, end in _mappings:
-        advise(start, end - start, _MADV_DONTNEED)
+        advise(start, end - start, mmap.MADV_DONTNEED)
 
 
 def _is_store(start: int, end: int) -> bool:

@@ -38,6 +38,7 @@ a checkpoint.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ from quadriga.observe.metrics import Metric
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import RewardManager
-from quadriga.trainer.asynchronous.prefetcher import Prefetcher, SamplingRound
+from quadriga.trainer.asynchronous.prefetcher import Prefetcher
 from quadriga.trainer.asynchronous.record import (
     RECORD,
     RecordedSchedule,
@@ -73,10 +74,16 @@ from quadriga.trainer.asynchronous.rules import (
     Start,
 )
 from quadriga.trainer.asynchronous.schedule import Schedule
-from quadriga.trainer.asynchronous.snapshot import Snapshot, require_state, rows_to_tensors
+from quadriga.trainer.asynchronous.snapshot import (
+    Snapshot,
+    as_tensor,
+    convert_rows,
+    require_state,
+)
 from quadriga.trainer.asynchronous.staleness import measure_staleness, token_versions
 from quadriga.trainer.asynchronous.streams import Pause, Stream, StreamPool, StreamWorkers
 from quadriga.trainer.prompts import PromptStream
+from quadriga.trainer.responses import grade
 from quadriga.trainer.rollout_pool import WeightPublisher
 from quadriga.trainer.rollout_rows import rollout_numbers
 from quadriga.workers import ActorRolloutRefWorker
@@ -107,6 +114,8 @@ class AsyncBatches(WeightPublisher):
         ConfigError: a sampler or data set learns from batches, but prompts are taken in advance.
     """
 
+    _schedule_record: ScheduleRecord  # exists together with `schedule`
+
     def __init__(
         self,
         weights: WeightPublisher,
@@ -130,14 +139,14 @@ class AsyncBatches(WeightPublisher):
         self.schedule: Schedule | None = None
         self.is_current = True
         self._config = config
+        self._reward = reward
         self._validation = weights
         # Protects everything below; conditions are checked again after each `notify_all`.
         self._changed = Condition()
-        self._prefetcher = Prefetcher(self.rules, prompts, reward, config)
+        self._prefetcher = Prefetcher(self.rules, prompts, config)
         pool = weights if isinstance(weights, StreamPool) else None
         self._workers = StreamWorkers(actor, pool)
         self._snapshot = Snapshot()
-        self._schedule_record: ScheduleRecord | None = None
         self._has_begun = False  # whether there are workers, so that decisions can be carried out
         self._error: BaseException | None = None  # first error of another thread
         self._is_ended = False
@@ -193,17 +202,15 @@ class AsyncBatches(WeightPublisher):
             self._act()
             with waiting(f"the responses of step {step}", self._describe_progress):
                 self._wait_for(lambda: self._prefetcher.handed is not None)
-            handed, parts, group_filter = self._prefetcher.pop_batch()
+            handed, groups, group_filter = self._prefetcher.pop_batch()
             assert handed.step == step
             # Groups that are ready for later steps.
             depth = sum(group.is_kept for group in schedule.groups.values())
-            versions = [part.batch["token_versions"] for part in parts]
-            versions_by_group = dict(zip(handed.groups, versions, strict=True))
-            assert self._schedule_record is not None
-            self._schedule_record.add_step(step, versions_by_group)
+            versions = {number: rows.batch["token_versions"] for number, rows in groups.items()}
+            self._schedule_record.add_step(step, versions)
 
         # Without the lock, because nothing else has these groups any more.
-        batch = DataProto.concat(parts) if group_filter is None else group_filter.batch()
+        batch = group_filter.batch() if group_filter else DataProto.concat([*groups.values()])
         batch.meta_info["global_steps"] = step
         batch.meta_info["total_training_steps"] = self.rules.num_steps
         # Unless weights were published after the last step, the actor has already left the newest
@@ -240,7 +247,7 @@ class AsyncBatches(WeightPublisher):
             state = self._snapshot.state
             self._snapshot.state = None
         assert state is not None
-        return rows_to_tensors(state)
+        return convert_rows(state, as_tensor)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Store a state of `state_dict`, from which the first `take` resumes.
@@ -274,7 +281,7 @@ class AsyncBatches(WeightPublisher):
     def close(self) -> None:
         """Close the record, and the publisher of weights for validation."""
         self._validation.close()
-        if self._schedule_record is not None:
+        if self.schedule is not None:
             self._schedule_record.close()
 
     # Called by the trainer's thread, with the lock.
@@ -291,7 +298,13 @@ class AsyncBatches(WeightPublisher):
         Args:
             step: the first step that is taken.
         """
-        schedule = self._new_schedule(step)
+        workers = self._workers
+        replay = self._config.async_training.replay
+        if replay is None:
+            schedule = Schedule(self.rules, step=step - 1)
+        else:
+            repetition = RecordedSchedule if workers.pool is None else RecordedVersions
+            schedule = repetition(self.rules, Path(replay), step=step - 1)
         record = self._config.trainer.directory / RECORD
         if step > 1:
             record = record.with_name(record.name.replace(".", f"_from_step_{step}.", 1))
@@ -299,43 +312,31 @@ class AsyncBatches(WeightPublisher):
         self._snapshot.restore(schedule, self._prefetcher)
         self.schedule = schedule
 
-        workers = self._workers
         workers.weights[schedule.published] = workers.actor.copy_weights()
         if workers.pool is None:
-            self._begin_here(schedule)
-        else:
-            self._wait_for_workers()
+            self._join(workers.actor.open_stream(self._end_group))
+        # While it waits, `_wait_for` opens the streams of engines in other processes.
+        self._wait_for(lambda: bool(workers.streams) and not workers.joining)
+        if workers.pool is None:
+            self._prepare_local_engine(schedule)
         # Only from here on are decisions made, so that all workers take part in the first ones.
         self._has_begun = True
         # The checkpoint may have rounds that were complete but not graded.
-        for batch in self._prefetcher.open_rounds:
+        for batch in tuple(self._prefetcher.rounds):
             self._grade_round(batch)
 
-    def _new_schedule(self, step: int) -> Schedule:
-        """Make a schedule, or one that repeats the record of `async_training.replay`."""
-        replay = self._config.async_training.replay
-        if replay is None:
-            return Schedule(self.rules, step=step - 1)
-        repetition = RecordedSchedule if self._workers.pool is None else RecordedVersions
-        return repetition(self.rules, Path(replay), step=step - 1)
-
-    def _begin_here(self, schedule: Schedule) -> None:
-        """Open the stream of an engine in this process."""
-        stream = self._workers.actor.open_stream(self._end_group)
-        self._join(stream)
-        self._wait_for_workers()
+    def _prepare_local_engine(self, schedule: Schedule) -> None:
+        """Continue the engine's count of steps, and let it ask for the decisions of a record."""
         # There is only this worker, so nothing else loads these weights.
         self._workers.weights.clear()
-        engine: Any = stream.engine
+        (stream,) = self._workers.streams.values()
+        assert isinstance(stream, GenerationStream)
+        engine = stream.engine
         engine.num_steps = self._snapshot.resumed.get("num_steps", 0)
         if isinstance(schedule, RecordedSchedule):
             engine.before_step = self._replay
             # Loads nothing, but wakes the idle engine, which then calls `before_step`.
             stream.load(lambda: None, schedule.published, keeps_cache=True)
-
-    def _wait_for_workers(self) -> None:
-        """Wait until there are workers, and all streams have loaded their first weights."""
-        self._wait_for(lambda: bool(self._workers.streams) and not self._workers.joining)
 
     def _wait_for(self, is_there: Callable[[], bool]) -> None:
         """Wait until a condition holds; meanwhile replace lost engines in other processes.
@@ -460,21 +461,26 @@ class AsyncBatches(WeightPublisher):
 
     def _grade_round(self, batch: int) -> None:
         """Start to grade the round of a batch, if all of its groups are complete."""
-        complete_round = self._prefetcher.find_round(batch)
-        if complete_round is None:
+        rows = self._prefetcher.find_round(batch)
+        if rows is None:
             return
         if self.rules.deterministic:
             # The rollout waits for the graders, so that nothing depends on how long they take.
-            self._grade(complete_round)
+            self._grade(batch, rows)
         else:
-            in_background(partial(self._grade, complete_round), "grading of a round")
+            in_background(partial(self._grade, batch, rows), "grading of a round")
 
-    def _grade(self, complete_round: SamplingRound) -> None:
-        """Grade a round, and tell the schedule which groups are kept."""
+    def _grade(self, batch: int, rows: DataProto) -> None:
+        """Grade the round of a batch, and tell the schedule which groups are kept.
+
+        Args:
+            batch: step for which the groups are.
+            rows: their responses, group after group.
+        """
         with self._deciding():
-            self._prefetcher.grade(complete_round)
+            grade(self._reward, rows)
             with self._changed:
-                for number, verdict in self._prefetcher.close_round(complete_round).items():
+                for number, verdict in self._prefetcher.close_round(batch, rows).items():
                     self._begun_schedule.graded(number, verdict)
 
     def _replay(self, num_steps: int) -> None:
@@ -491,7 +497,7 @@ class AsyncBatches(WeightPublisher):
         """Carry out all decisions that the schedule makes now."""
         if not self._has_begun:
             return
-        decisions: list[Decision] = []
+        decisions = []
         # A decision may make room for others.
         new_decisions = self._begun_schedule.decide()
         while new_decisions:
@@ -525,41 +531,34 @@ class AsyncBatches(WeightPublisher):
 
     def _start(self, starts: Sequence[Start]) -> None:
         """Take the prompts of some groups, and start the groups on their workers."""
-        # Prompts are taken in the order of the schedule.
-        rows = {start.group: self._prefetcher.inputs_of(start) for start in starts}
-        # One call for all groups of a worker, so that the engine begins them in the same step.
-        for worker in dict.fromkeys(start.worker for start in starts):
-            starts_here = [start for start in starts if start.worker == worker]
-            self._start_on(worker, starts_here, rows)
-
-    def _start_on(self, worker: int, starts: Sequence[Start], rows: dict[int, DataProto]) -> None:
-        """Start groups on a worker.
-
-        Args:
-            worker: number of the worker.
-            starts: decisions for this worker.
-            rows: input rows by group, also those of other workers.
-        """
-        groups = {start.group: rows[start.group] for start in starts}
-        record = self._schedule_record
-        assert record is not None
-        idle_s = self._workers.end_idleness(worker)
-        if idle_s is not None:
-            self._prefetcher.counts["rollout_wait_s"] += idle_s
-        # Groups of the checkpoint continue. Their starts are in the record of the earlier run.
-        saved_responses = self._prefetcher.pop_saved_responses(groups)
-        resumed_groups = {response[0] for response in saved_responses}
-        new_groups = []
+        # The rows of each group, by worker. Prompts are taken in the order of the schedule.
+        rows_by_worker = defaultdict(dict)
         for start in starts:
-            if start.group not in resumed_groups:
-                new_groups.append((start.group, start.batch, start.row))
+            rows_by_worker[start.worker][start.group] = self._prefetcher.inputs_of(start)
+        record = self._schedule_record
+        # One call for all groups of a worker, so that the engine begins them in the same step.
+        for worker, rows in rows_by_worker.items():
+            idle_since = self._workers.idle_since.pop(worker, None)
+            if idle_since is not None:
+                idle_s = time.perf_counter() - idle_since
+                self._prefetcher.counts["rollout_wait_s"] += idle_s / len(self._workers.streams)
+            # Groups of the checkpoint continue. Their starts are in the record of the earlier run.
+            saved_responses = self._prefetcher.pop_saved_responses(rows)
+            resumed_groups = {response[0] for response in saved_responses}
+            starts_here = [start for start in starts if start.worker == worker]
+            new_groups = []
+            for start in starts_here:
+                if start.group not in resumed_groups:
+                    new_groups.append((start.group, start.batch, start.row))
 
-        # A local engine says at which of its steps the groups begin.
-        if self._workers.pool is not None:
-            record.add_start(new_groups, version=starts[0].version)
-        self._workers.streams[worker].start(
-            groups, lambda num_steps: record.add_start(new_groups, at=num_steps), saved_responses
-        )
+            # A local engine says at which of its steps the groups begin.
+            if self._workers.pool is not None:
+                record.add_start(new_groups, version=starts_here[0].version)
+            self._workers.streams[worker].start(
+                rows,
+                lambda num_steps, groups=new_groups: record.add_start(groups, at=num_steps),
+                saved_responses,
+            )
 
     def _load(self, worker: int, version: int) -> None:
         """Load weights on a worker, which pauses until they are published."""
@@ -576,12 +575,11 @@ class AsyncBatches(WeightPublisher):
                 return None if pause.is_over else self._workers.weights.get(version)
 
         keeps_cache = self._config.async_training.kv_on_update == "keep"
-        stream = self._workers.streams[worker]
-        done = stream.load(weights, version, keeps_cache=keeps_cache)
+        done = self._workers.streams[worker].load(weights, version, keeps_cache=keeps_cache)
         done.add_done_callback(partial(self._end_load, worker, version))
 
     def _end_load(self, worker: int, version: int, done: Future[int]) -> None:
-        """Handle the end of a load. The worker may have continued without the weights."""
+        """Report to the schedule that a worker has loaded weights, and release older copies."""
         with self._deciding(), self._changed:
             num_steps = done.result()
             # The worker may be lost, or have continued without the weights (`Resume`).
@@ -591,7 +589,7 @@ class AsyncBatches(WeightPublisher):
             schedule = self._begun_schedule
             # Only a local engine's loads are recorded: those of several engines have no common
             # count of steps.
-            if self._workers.pool is None and self._schedule_record is not None:
+            if self._workers.pool is None:
                 self._schedule_record.add(at=num_steps, load=version)
             schedule.loaded(worker, version)
             self._workers.forget_weights(
@@ -640,7 +638,6 @@ class AsyncBatches(WeightPublisher):
         saved_responses = self._snapshot.pop_reports()
         if saved_responses is None:
             return
-        assert self._schedule_record is not None
         self._schedule_record.add(at=num_steps, save=step)
         if self._config.async_training.replay is None:
             self._snapshot.take(self._begun_schedule, self._prefetcher, saved_responses, num_steps)

@@ -3,74 +3,50 @@
 
     prompts ── inputs_of ──> started ── finish ──> complete ── pop_batch ──> rows of a step
                                                       └ dynamic sampling, a round at a time:
-                                                        find_round ── grade ── close_round
+                                                        find_round ─> graded ── close_round
 
 Legend: B rows, T response positions.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from quadriga.config import Config
 from quadriga.protocol import DataProto
-from quadriga.rewards import RewardManager
 from quadriga.trainer.asynchronous.rules import Drop, HandOver, Rules, Start
 from quadriga.trainer.asynchronous.schedule import Group, Verdict
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.prompts import PromptStream, assign_uids
-from quadriga.trainer.responses import (
-    grade,
-    repeat_prompts,
-    rollout_inputs,
-    with_prompt_columns,
-)
+from quadriga.trainer.responses import repeat_prompts, rollout_inputs, with_prompt_columns
 from quadriga.workers.stream import SavedResponse
-
-
-class SamplingRound(NamedTuple):
-    """Complete groups that dynamic sampling grades together.
-
-    Attributes:
-        batch: step for which they are.
-        groups: numbers of the groups, in order.
-        rows: responses, group after group.
-    """
-
-    batch: int
-    groups: list[int]
-    rows: DataProto
 
 
 class Prefetcher:
     """Takes prompts for groups, and keeps the groups until a step learns from them.
 
-    It has neither threads nor a lock: `AsyncBatches` holds its lock when it calls any method except
-    `grade`.
+    It has neither threads nor a lock: `AsyncBatches` holds its lock when it calls a method.
 
     Args:
         rules: rules of the schedule.
         prompts: stream of the training prompts.
-        reward: grades rounds of dynamic sampling.
         config: the resolved configuration.
 
     Attributes:
         started: prompt of each unfinished group, one row, by number of the group.
         complete: rows of each complete group, graded or not, by number of the group.
         handed: decision to hand groups over that the trainer has not taken yet; None: there is none.
+        rounds: for dynamic sampling, the complete groups of each step that are not graded.
         counts: metrics since the last `take_counts`.
     """
 
-    def __init__(
-        self, rules: Rules, prompts: PromptStream, reward: RewardManager, config: Config
-    ) -> None:
+    def __init__(self, rules: Rules, prompts: PromptStream, config: Config) -> None:
         self.started: dict[int, DataProto] = {}
         self.complete: dict[int, DataProto] = {}
         self.handed: HandOver | None = None
         self.counts: dict[str, float] = defaultdict(float)
         self._rules = rules
         self._prompts = prompts
-        self._reward = reward
         self._config = config
         # Prompts are assigned to groups in the order of the groups' numbers.
         self._unassigned: list[DataProto] = []  # prompts that have been taken, but have no group
@@ -78,9 +54,8 @@ class Prefetcher:
         self._num_assigned = 0  # number of the next group to get a prompt
         # Responses of unfinished groups in a checkpoint, until the groups start again.
         self._saved_responses: list[SavedResponse] = []
-        # For dynamic sampling, by step: complete groups that are not graded, and filters that have
-        # those that are.
-        self._rounds: dict[int, list[int]] = {}
+        self.rounds: dict[int, list[int]] = {}
+        # For dynamic sampling, the filter of each step, which has the groups that are graded.
         self._filters: dict[int, GroupFilter] = {}
 
     def inputs_of(self, start: Start) -> DataProto:
@@ -118,14 +93,10 @@ class Prefetcher:
 
     def pop_saved_responses(self, groups: Mapping[int, Any]) -> list[SavedResponse]:
         """Take the responses that the checkpoint has of some unfinished groups."""
-        taken = []
-        remaining = []
-        for response in self._saved_responses:
-            if response[0] in groups:
-                taken.append(response)
-            else:
-                remaining.append(response)
-        self._saved_responses = remaining
+        taken = [response for response in self._saved_responses if response[0] in groups]
+        self._saved_responses = [
+            response for response in self._saved_responses if response[0] not in groups
+        ]
         return taken
 
     def finish(self, group: Group, rows: DataProto) -> None:
@@ -142,7 +113,7 @@ class Prefetcher:
         complete.meta_info = {"metrics": rows.meta_info["metrics"]}
         self.complete[group.number] = complete
         if self._rules.round_size:
-            self._rounds.setdefault(group.batch, []).append(group.number)
+            self.rounds.setdefault(group.batch, []).append(group.number)
 
     def drop(self, decision: Drop) -> None:
         """Forget a group, and count it."""
@@ -156,18 +127,18 @@ class Prefetcher:
         """Count the tokens of responses that no step learns from."""
         self.counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
 
-    def pop_batch(self) -> tuple[HandOver, list[DataProto], GroupFilter | None]:
+    def pop_batch(self) -> tuple[HandOver, dict[int, DataProto], GroupFilter | None]:
         """Take the groups that are handed over.
 
         Returns:
-            The decision; the rows of each group; and the filter of the batch, which is None without
-            dynamic sampling.
+            The decision; the rows of each group by its number; and the filter of the batch, which
+            is None without dynamic sampling.
         """
         handed = self.handed
         assert handed is not None, "the caller has waited for it"
         self.handed = None
-        parts = [self.complete.pop(number) for number in handed.groups]
-        return handed, parts, self._filters.pop(handed.step, None)
+        groups = {number: self.complete.pop(number) for number in handed.groups}
+        return handed, groups, self._filters.pop(handed.step, None)
 
     def take_counts(self) -> dict[str, float]:
         """Return the metrics since the last call."""
@@ -177,37 +148,31 @@ class Prefetcher:
 
     # Dynamic sampling.
 
-    @property
-    def open_rounds(self) -> tuple[int, ...]:
-        """Steps of complete groups that are not graded."""
-        return tuple(self._rounds)
-
-    def find_round(self, batch: int) -> SamplingRound | None:
-        """Copy the round of a step, if all of its groups are complete; otherwise return None."""
-        numbers = sorted(self._rounds[batch])
+    def find_round(self, batch: int) -> DataProto | None:
+        """Copy the rows of the round of a step, if all of its groups are complete; else None."""
+        numbers = sorted(self.rounds[batch])
         if len(numbers) < self._rules.round_size:
             return None
-        rows = DataProto.concat([self.complete[number] for number in numbers])
-        return SamplingRound(batch, numbers, rows)
+        return DataProto.concat([self.complete[number] for number in numbers])
 
-    def grade(self, complete_round: SamplingRound) -> None:
-        """Grade the rows of a round in place. The lock is held only in a deterministic run."""
-        grade(self._reward, complete_round.rows)
+    def close_round(self, batch: int, rows: DataProto) -> dict[int, Verdict]:
+        """Filter the round of a step.
 
-    def close_round(self, complete_round: SamplingRound) -> dict[int, Verdict]:
-        """Filter a graded round.
+        Args:
+            batch: number of the step.
+            rows: result of `find_round`, graded.
 
         Returns:
-            Whether each of its groups is kept, or left out because its rewards are equal.
+            Whether each group is kept, or left out because its rewards are equal.
         """
         # A checkpoint before this has the round, so that a resumed run grades it again.
-        del self._rounds[complete_round.batch]
-        group_filter = self._filters.setdefault(complete_round.batch, GroupFilter(self._config))
+        numbers = sorted(self.rounds.pop(batch))
+        group_filter = self._filters.setdefault(batch, GroupFilter(self._config))
         # The filter now has the rows of the batch. Those in `complete` are no longer needed, and are
         # dropped with their group or when the batch is taken.
-        kept_uids = group_filter.add(complete_round.rows)
+        kept_uids = group_filter.add(rows)
         verdicts: dict[int, Verdict] = {}
-        for number in complete_round.groups:
+        for number in numbers:
             uid = self.complete[number].non_tensor_batch["uid"][0]
             verdicts[number] = "kept" if uid in kept_uids else "equal"
         return verdicts
@@ -221,7 +186,7 @@ class Prefetcher:
             "groups": dict(self.complete),
             "rows": list(self._unassigned),
             "counts": dict(self.counts),
-            "rounds": {batch: list(numbers) for batch, numbers in self._rounds.items()},
+            "rounds": {batch: list(numbers) for batch, numbers in self.rounds.items()},
             "filters": {
                 batch: group_filter.state_dict() for batch, group_filter in self._filters.items()
             },
@@ -240,7 +205,7 @@ class Prefetcher:
         self._unassigned = state["rows"]
         self._num_assigned = num_groups
         self._saved_responses = state["under_way"]
-        self._rounds = state["rounds"]
+        self.rounds = state["rounds"]
         for batch, filter_state in state["filters"].items():
             self._filters[batch] = GroupFilter(self._config)
             self._filters[batch].load_state_dict(filter_state)

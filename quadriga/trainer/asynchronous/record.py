@@ -69,8 +69,9 @@ class ScheduleRecord:
             versions_by_group: versions of the tokens of each group, [rows, T]; -1 for tokens that
                 were not drawn.
         """
-        spans_by_group: dict[int, list[list[list[int]]]] = {}
+        spans_by_group = {}
         for number, versions in versions_by_group.items():
+            # For each row, pairs of a version and the position of its first token.
             spans = []
             for row in versions:
                 # Runs of tokens of the same version, and the position at which each begins.
@@ -228,7 +229,7 @@ class RecordedVersions(RecordedSchedule):
         oldest_needed = min(
             (self._versions[number] for number in incomplete), default=self.published
         )
-        for number in sorted(self.workers.behind):
+        for number in self._workers_behind():
             version = self.workers[number].version
             if version < oldest_needed:
                 self._load_version(number, version + 1)

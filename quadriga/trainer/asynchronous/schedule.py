@@ -136,30 +136,6 @@ class _WorkerState:
     loading: int | None = None
 
 
-class _WorkerStates(dict[int, _WorkerState]):
-    """Workers by number, with sets of those that can take samples or weights.
-
-    The sets save decisions from looking at every worker. `Schedule._refresh` updates them.
-
-    Attributes:
-        free: workers that can take samples.
-        behind: workers for which there are newer weights, and which are not loading any.
-        loading: workers that are loading published weights.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.free: set[int] = set()
-        self.behind: set[int] = set()
-        self.loading: set[int] = set()
-
-    def remove(self, number: int) -> _WorkerState:
-        """Remove a worker and return it."""
-        for members in (self.free, self.behind, self.loading):
-            members.discard(number)
-        return self.pop(number)
-
-
 class Schedule:
     """Makes decisions about generation from events.
 
@@ -185,7 +161,7 @@ class Schedule:
         self.published = rules.version_at(step + 1)
         self.groups: dict[int, Group] = {}
         self.num_groups = 0
-        self.workers = _WorkerStates()
+        self.workers: dict[int, _WorkerState] = {}
         self.hold_after: int | None = None
         self._batches: dict[int, Batch] = {}  # by step
         self._kept: list[int] = []  # kept groups of all batches, sorted, with on_stale="drop"
@@ -206,11 +182,10 @@ class Schedule:
             capacity: largest number of samples at a time. None: no limit.
         """
         self.workers[worker] = _WorkerState(version, capacity)
-        self._refresh(worker)
 
     def lost(self, worker: int) -> None:
         """A worker is lost. Its unfinished samples start anew on other workers."""
-        state = self.workers.remove(worker)
+        state = self.workers.pop(worker)
         # Samples of its groups that have already ended are kept.
         for number, sample in sorted(state.running):
             group = self.groups[number]
@@ -222,7 +197,6 @@ class Schedule:
     def has_published(self, version: int) -> None:
         """Weights of this version can be loaded."""
         self.published = version
-        self._refresh_all()
 
     def loaded(self, worker: int, version: int) -> None:
         """A worker has loaded weights."""
@@ -230,7 +204,6 @@ class Schedule:
         if worker in self.workers:
             self.workers[worker].version = version
             self.workers[worker].loading = None
-            self._refresh(worker)
 
     def ended(self, worker: int, group: int, sample: int, oldest: int | None = None) -> bool:
         """A sample has ended.
@@ -253,19 +226,18 @@ class Schedule:
             return False
         first_version = state.sample_versions[sample]
         if oldest is not None and oldest < first_version:
-            got = (
-                f"a token of version {oldest} from worker {worker}, in a sample that it began with "
-                f"version {first_version}"
+            raise RolloutError(
+                "async_training",
+                got=f"a token of version {oldest} from worker {worker}, in a sample that it began "
+                f"with version {first_version}",
+                expected=f"version {first_version} or newer",
             )
-            expected = f"version {first_version} or newer"
-            raise RolloutError("async_training", got=got, expected=expected)
 
         # A sample without generated tokens keeps the version that it began with.
         if oldest is not None:
             state.sample_versions[sample] = oldest
         del state.running[sample]
         self.workers[worker].running.remove((group, sample))
-        self._refresh(worker)
         state.is_complete = not state.running and not state.waiting
         state.oldest = min(state.sample_versions.values())
         return state.is_complete
@@ -319,7 +291,6 @@ class Schedule:
     def release(self) -> None:
         """The save is over: `hold` ends."""
         self.hold_after = None
-        self._refresh_all()
 
     # Queries.
 
@@ -385,9 +356,9 @@ class Schedule:
             groups.append(
                 [group.number, group.batch, group.row, sample_versions, unfinished, group.is_kept]
             )
-        batches = {}
-        for step, batch in self._batches.items():
-            batches[step] = [batch.num_wanted, batch.num_rows]
+        batches = {
+            step: [batch.num_wanted, batch.num_rows] for step, batch in self._batches.items()
+        }
         return {"num_groups": self.num_groups, "groups": groups, "batches": batches}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -430,16 +401,12 @@ class Schedule:
     def _start(self) -> None:
         """Start samples without a worker, then new groups, as long as workers are free."""
         # Samples of lost workers or of the checkpoint, which belong to the oldest groups.
-        waiting_groups = sorted(self._to_start) if self.workers.free else []
-        for number in waiting_groups:
+        for number in sorted(self._to_start):
             group = self.groups[number]
             worker = self._worker_for(group.batch, len(group.waiting))
             if worker is not None:
                 self._begin(worker, group)
-        while self.workers.free:
-            batch = self._next_batch()
-            if batch is None:
-                break
+        while (batch := self._next_batch()) is not None:
             # A later batch needs weights that are at least as new, so no worker could take that.
             worker = self._worker_for(batch, self.rules.group_size)
             if worker is None:
@@ -484,21 +451,27 @@ class Schedule:
             The number of the worker. None if there is no such worker, or if it is still loading
             published weights: the samples then wait for it, so that loads are shared evenly.
         """
+        finishes_first = self.rules.in_flight == "finish" and not self.rules.deterministic
         candidates = []
-        for number in self.workers.free | self.workers.loading:
-            worker = self.workers[number]
+        for number, worker in self.workers.items():
+            is_loading = worker.loading is not None
+            # A worker that is loading weights will begin samples with those.
+            version = worker.loading if is_loading else worker.version
+            # It begins none before these weights are published.
+            is_paused = is_loading and version > self.published
+            # With "finish" it begins none before it is empty and has loaded the newest weights.
+            is_draining = not is_loading and finishes_first and version < self.published
             num_running = len(worker.running)
             # A worker without samples takes a group that is larger than its capacity.
             has_room = worker.capacity is None or num_running + size <= worker.capacity
-            # A worker that is loading weights will begin samples with those.
-            version = worker.version if worker.loading is None else worker.loading
-            if (has_room or not num_running) and self.may_start(version, batch):
+            is_free = (has_room or not num_running) and not is_paused and not is_draining
+            if is_free and self.may_start(version, batch):
                 candidates.append((num_running, number))
         if not candidates:
             return None
         # Among equally loaded workers, the smallest number wins, so that runs can be repeated.
         _, number = min(candidates)
-        return None if number in self.workers.loading else number
+        return number if self.workers[number].loading is None else None
 
     def _begin(self, worker: int, group: Group) -> None:
         """Assign all waiting samples of a group to a worker."""
@@ -512,7 +485,6 @@ class Schedule:
         group.waiting.clear()
         group.oldest = min(group.sample_versions.values())
         self._to_start.discard(group.number)
-        self._refresh(worker)
         self._pending.append(
             Start(worker, group.number, group.batch, group.row, samples, state.version)
         )
@@ -533,39 +505,24 @@ class Schedule:
             if worker.loading is not None and worker.loading > self.published:
                 worker.loading = None
                 self._pending.append(Resume(number))
-            self._refresh(number)
 
     # Decisions about weights.
 
-    def _refresh_all(self) -> None:
-        """Update the sets of `workers` for all workers."""
-        for worker in self.workers:
-            self._refresh(worker)
-
-    def _refresh(self, number: int) -> None:
-        """Update the sets of `workers` for one worker, after its state has changed."""
-        rules = self.rules
-        workers = self.workers
-        worker = workers[number]
-        is_loading = worker.loading is not None
-        loads_published = worker.loading is not None and worker.loading <= self.published
-        _set_member(workers.loading, number, loads_published)
-
-        # A deterministic worker also waits for weights that are not published yet.
+    def _workers_behind(self) -> list[int]:
+        """Numbers of the workers that are to load newer weights, and are not loading any yet."""
         newest = self.published
-        if rules.deterministic and self.hold_after is None:
-            newest = rules.version_at(rules.num_steps)
-        _set_member(workers.behind, number, not is_loading and worker.version < newest)
-
-        # With "finish" a worker must become empty before it can load weights.
-        finishes_first = rules.in_flight == "finish" and not rules.deterministic
-        is_draining = finishes_first and worker.version < self.published
-        has_room = worker.capacity is None or len(worker.running) < worker.capacity
-        _set_member(workers.free, number, has_room and not is_loading and not is_draining)
+        # A deterministic worker also waits for weights that are not published yet.
+        if self.rules.deterministic and self.hold_after is None:
+            newest = self.rules.version_at(self.rules.num_steps)
+        return [
+            number
+            for number, worker in sorted(self.workers.items())
+            if worker.loading is None and worker.version < newest
+        ]
 
     def _load(self) -> None:
         """Make workers load newer weights, or pause for them."""
-        for number in sorted(self.workers.behind):
+        for number in self._workers_behind():
             worker = self.workers[number]
             if not self._may_load(worker):
                 continue
@@ -578,7 +535,6 @@ class Schedule:
     def _load_version(self, number: int, version: int) -> None:
         """Make a worker load a version, or pause for it if it is not published yet."""
         self.workers[number].loading = version
-        self._refresh(number)
         self._pending.append(Load(number, version))
 
     def _may_load(self, worker: _WorkerState) -> bool:
@@ -666,7 +622,6 @@ class Schedule:
         for sample, worker in sorted(group.running.items()):
             running.append((worker, sample))
             self.workers[worker].running.remove((group.number, sample))
-            self._refresh(worker)
         self._pending.append(Drop(group.number, reason, tuple(running)))
 
     def _take_ready_groups(self) -> Sequence[int] | None:
@@ -716,17 +671,9 @@ class Schedule:
         for number in numbers:
             staleness = version - self.groups[number].oldest
             if not 0 <= staleness <= self.rules.max_staleness:
-                got = (
-                    f"group {number} with a token {staleness} versions older than step {step} "
-                    "begins with"
+                raise RolloutError(
+                    "async_training",
+                    got=f"group {number} with a token {staleness} versions older than step {step} "
+                    "begins with",
+                    expected=f"0 to {self.rules.max_staleness}",
                 )
-                expected = f"0 to {self.rules.max_staleness}"
-                raise RolloutError("async_training", got=got, expected=expected)
-
-
-def _set_member(members: set[int], number: int, is_member: bool) -> None:
-    """Add a number to a set, or remove it."""
-    if is_member:
-        members.add(number)
-    else:
-        members.discard(number)

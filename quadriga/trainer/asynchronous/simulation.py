@@ -18,15 +18,15 @@ Not simulated: prompts take no time, all groups are kept, and machines do not fa
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
 
 from quadriga.config import Config
-from quadriga.config.placement import engine_ranks, role_pools, rollout_ranks
+from quadriga.config.placement import POLICIES, engine_ranks, role_pools, rollout_ranks
 from quadriga.trainer.asynchronous.rules import Drop, HandOver, Load, Resume, Rules, Start
 from quadriga.trainer.asynchronous.schedule import Schedule
 
@@ -90,10 +90,10 @@ class SimulationResult:
         ages: number of tokens by their staleness.
     """
 
-    seconds: float = 0.0
-    train_idle: float = 0.0
-    rollout_idle: float = 0.0
-    ages: Counter[int] = field(default_factory=Counter)
+    seconds: float
+    train_idle: float
+    rollout_idle: float
+    ages: Counter[int]
 
 
 class SimulatedWorker:
@@ -147,11 +147,9 @@ class SimulatedWorker:
 
     def tokens_by_version(self, begin: float, end: float) -> Counter[int]:
         """Tokens of each version in a sample that was decoded between two positions."""
-        tokens: Counter[int] = Counter()
+        tokens = Counter()
         # Each version is used up to the position at which the next one was loaded.
-        stops = [start for start, _ in self.versions[1:]]
-        stops.append(float("inf"))
-        for (start, version), stop in zip(self.versions, stops, strict=True):
+        for (start, version), (stop, _) in pairwise([*self.versions, (float("inf"), 0)]):
             overlap = min(end, stop) - max(begin, start)
             if overlap > 0:
                 tokens[version] += overlap
@@ -186,7 +184,7 @@ class Simulation:
         self.published = 0  # newest version that can be loaded
         self.places: dict[int, tuple[int, int]] = {}  # batch and row of each group, both from 0
         self.tokens: dict[int, Counter[int]] = {}  # tokens of each group by version
-        self.awaited: dict[int, list[int]] = {}  # workers that wait for a version
+        self.awaited: dict[int, int] = {}  # version that each waiting worker waits for
         self.ages: Counter[int] = Counter()
 
     def run(self) -> SimulationResult:
@@ -224,11 +222,9 @@ class Simulation:
                     if version <= self.published:
                         self.after(self.load_s(worker), partial(self.loaded, worker, version))
                     else:
-                        self.awaited.setdefault(version, []).append(worker)
+                        self.awaited[worker] = version
                 case Resume(worker):
-                    for waiting_workers in self.awaited.values():
-                        if worker in waiting_workers:
-                            waiting_workers.remove(worker)
+                    self.awaited.pop(worker, None)
                     self.pause(worker, False)
                 case HandOver():
                     self.train(decision)
@@ -329,25 +325,10 @@ class Simulation:
         """Event: weights can be loaded from now on."""
         self.published = version
         self.schedule.has_published(version)
-        for worker in self.awaited.pop(version, []):
-            self.after(self.load_s(worker), partial(self.loaded, worker, version))
-
-
-def colocated(
-    rules: Rules, workload: Workload, costs: Costs, num_workers: int, gpus: int
-) -> SimulationResult:
-    """Simulate lockstep, where generation and training take turns on the same ranks.
-
-    Args:
-        rules: rules of a schedule; their `max_staleness` is not used.
-        workload: responses and rewards.
-        costs: times. Publishing and loading take none, but each step takes `switch_s` more.
-        num_workers: number of rollout engines on all ranks.
-        gpus: number of ranks.
-    """
-    step_s = costs.step_s + costs.switch_s
-    in_turns = replace(costs, step_s=step_s, publish_s=0.0, load_s=0.0)
-    return Simulation(replace(rules, max_staleness=0), workload, in_turns, num_workers, gpus).run()
+        for worker, awaited_version in tuple(self.awaited.items()):
+            if awaited_version == version:
+                del self.awaited[worker]
+                self.after(self.load_s(worker), partial(self.loaded, worker, version))
 
 
 def recorded(
@@ -411,7 +392,7 @@ def advice(
             and seconds are assumed.
     """
     num_rollout = sum(rollout_ranks(config))
-    num_train = _training_ranks(config)
+    num_train = training_ranks(config)
     total = num_rollout + num_train
     size = engine_ranks(config)
     costs = Costs()
@@ -419,7 +400,7 @@ def advice(
         recorded_config, lines = run
         num_engines = sum(rollout_ranks(recorded_config)) // engine_ranks(recorded_config)
         workload, costs = recorded(
-            lines, NUM_STEPS, costs, num_engines, _training_ranks(recorded_config)
+            lines, NUM_STEPS, costs, num_engines, training_ranks(recorded_config)
         )
         directory = recorded_config.trainer.directory
         yield f"by lengths and seconds of {len(lines)} steps of {directory}"
@@ -507,11 +488,11 @@ def _recommended(outcomes: Mapping[tuple[int, int], SimulationResult]) -> tuple[
     return bound, train
 
 
-def _training_ranks(config: Config) -> int:
-    """Number of ranks that train the actor."""
-    if config.trainer.backend != "ray":
+def training_ranks(config: Config) -> int:
+    """Number of ranks that train the policy."""
+    if config.trainer.backend == "local":
         return 1
-    roles = role_pools(config.trainer)
-    names = ("actor_rollout_ref", "actor_rollout", "actor")
-    pool = next(roles[name] for name in names if name in roles)
+    pools = role_pools(config.trainer)
+    # The name of the policy's role depends on what else it contains.
+    pool = next(pools[role] for role in POLICIES if role in pools)
     return sum(config.trainer.processes_of(pool))

@@ -65,7 +65,7 @@ class Snapshot:
     def pop_reports(self) -> list[SavedResponse] | None:
         """Take the saved responses of all workers. None: some have not reported yet."""
         # In the order in which the workers were asked to save.
-        saved_responses: list[SavedResponse] = []
+        saved_responses = []
         for report in self.reports.values():
             if report is None:
                 return None
@@ -99,26 +99,16 @@ class Snapshot:
     def restore(self, schedule: Schedule, prefetcher: Prefetcher) -> None:
         """Restore the schedule and the prefetcher from the resumed state, if there is one."""
         if self.resumed:
-            state = tensors_to_rows(self.resumed)
+            state = convert_rows(self.resumed, from_tensor)
             schedule.restore(state["schedule"])
             prefetcher.restore(state, schedule.num_groups)
-
-
-def rows_to_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """Convert the rows in a state to tensors, for a checkpoint."""
-    return _convert_rows(state, as_tensor)
-
-
-def tensors_to_rows(state: dict[str, Any]) -> dict[str, Any]:
-    """Convert the tensors in the state of a checkpoint to rows; the inverse of `rows_to_tensors`."""
-    return _convert_rows(state, from_tensor)
 
 
 def require_state(state: dict[str, Any]) -> None:
     """Check the entries of a state.
 
     Raises:
-        CheckpointError: they are not those of `rows_to_tensors`.
+        CheckpointError: they are not those of `STATE`.
     """
     if state.keys() != set(STATE):
         raise CheckpointError(
@@ -130,8 +120,8 @@ def require_state(state: dict[str, Any]) -> None:
         )
 
 
-def _convert_rows(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """Copy a state with all of its rows converted."""
+def convert_rows(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Copy a state with all of its rows converted, by `as_tensor` or `from_tensor`."""
     filters = {}
     for batch, filter_state in state["filters"].items():
         parts = [convert(part) for part in filter_state["parts"]]

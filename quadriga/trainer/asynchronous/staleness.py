@@ -36,9 +36,12 @@ def measure_staleness(batch: DataProto, step: int, rules: Rules) -> dict[str, Me
     staleness = (rules.version_at(step) - versions).masked_fill(~mask, 0)
     batch.batch["token_staleness"] = staleness
     ages = staleness[mask]
-    if len(ages) and not 0 <= int(ages.min()) <= int(ages.max()) <= rules.max_staleness:
-        got = f"step {step}: tokens {int(ages.min())} to {int(ages.max())} versions old"
-        raise RolloutError("async_training", got=got, expected=f"0 to {rules.max_staleness}")
+    if len(ages) and (ages.min() < 0 or ages.max() > rules.max_staleness):
+        raise RolloutError(
+            "async_training",
+            got=f"step {step}: tokens {ages.min()} to {ages.max()} versions old",
+            expected=f"0 to {rules.max_staleness}",
+        )
 
     # Masked tokens have version -1, which must not count as the oldest one of a row.
     oldest = versions.masked_fill(~mask, int(versions.max())).amin(-1)
@@ -62,7 +65,7 @@ def token_versions(rows: DataProto) -> torch.Tensor:
     """
     if "token_versions" in rows.batch.keys():
         versions = rows.batch["token_versions"]
-        if bool((versions >= 0)[rows.batch["response_mask"].bool()].all()):
+        if (versions[rows.batch["response_mask"].bool()] >= 0).all():
             return versions
     raise RolloutError(
         "async_training",

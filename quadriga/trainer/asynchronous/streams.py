@@ -272,27 +272,13 @@ class StreamWorkers:
 
     def remove(self, lost: Collection[RemoteStream]) -> list[int]:
         """Remove lost streams. Returns the numbers of those that had become workers."""
-        for number, stream in tuple(self.joining.items()):
-            if stream in lost:
-                del self.joining[number]
-        numbers = []
-        for number, stream in tuple(self.streams.items()):
-            if stream in lost:
-                numbers.append(number)
-                del self.streams[number]
-                self.idle_since.pop(number, None)
+        for number in [number for number, stream in self.joining.items() if stream in lost]:
+            del self.joining[number]
+        numbers = [number for number, stream in self.streams.items() if stream in lost]
+        for number in numbers:
+            del self.streams[number]
+            self.idle_since.pop(number, None)
         return numbers
-
-    def end_idleness(self, number: int) -> float | None:
-        """End the idle time of a worker.
-
-        Returns:
-            The idle time in seconds, divided by the number of workers; None if it was not idle.
-        """
-        idle_since = self.idle_since.pop(number, None)
-        if idle_since is None:
-            return None
-        return (time.perf_counter() - idle_since) / len(self.streams)
 
     def forget_weights(self, used_versions: Iterable[int]) -> None:
         """Release copies of weights that no engine will load any more.
@@ -304,6 +290,5 @@ class StreamWorkers:
         oldest = min(used_versions)
         if self.pool is None:
             oldest += 1
-        for version in tuple(self.weights):
-            if version < oldest:
-                del self.weights[version]
+        for version in [version for version in self.weights if version < oldest]:
+            del self.weights[version]

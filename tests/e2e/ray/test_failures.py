@@ -122,45 +122,27 @@ def _workers_travel() -> Iterator[None]:
     ray.cloudpickle.unregister_pickle_by_value(clumsy)
 
 
-Make = Callable[..., RayWorkerGroup[Clumsy]]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """`make(size, *arguments)`: a group that is closed after the test; then no process of it is left."""
-    made: list[tuple[RayResourcePool, RayWorkerGroup[Clumsy]]] = []
-
-    def build(size: int, *arguments: object) -> RayWorkerGroup[Clumsy]:
-        pool = RayResourcePool([size])
-        made.append(
-            (pool, RayWorkerGroup(pool, RayClassWithInitArgs(Clumsy, *arguments), name="actor"))
-        )
-        return made[-1][1]
-
-    yield build
-    for pool, group in made:
-        addresses = group.processes.addresses
-        group.shutdown()
-        assert [
-            address.pid for address in addresses if start_time_of(address.pid) == address.started
-        ] == []
-        pool.close()
-
-
 @pytest.fixture(scope="module")
 def roles(ray_cluster: str) -> Iterator[dict[str, RayWorkerGroup[Clumsy]]]:
-    """Two processes with an actor and a critic each; the critic of rank 1 cannot be built."""
-    pool = RayResourcePool([2])
+    """Three processes with an actor and a critic each; the critic of rank 1 cannot be built.
+
+    No process is left afterwards.
+    """
+    pool = RayResourcePool([3])
     entries = {"actor": RayClassWithInitArgs(Clumsy), "critic": RayClassWithInitArgs(Clumsy, 1)}
     both = RayWorkerGroup(pool, create_colocated_worker_cls(entries))
+    addresses = both.processes.addresses
     yield both.spawn({"actor", "critic"})
     both.shutdown()
+    assert [
+        address.pid for address in addresses if start_time_of(address.pid) == address.started
+    ] == []
     pool.close()
 
 
 @pytest.fixture
 def group(roles: dict[str, RayWorkerGroup[Clumsy]]) -> RayWorkerGroup[Clumsy]:
-    """The actors, which live on after each failure but those of the last test."""
+    """The actors, which live on after each failure but those of the last tests."""
     return roles["actor"]
 
 
@@ -180,13 +162,13 @@ def test_whatever_a_worker_raises_is_one_error_that_names_place_method_and_line(
     error = error_of(lambda: group.execute_all("raise_on_one", what))
 
     assert type(error) is WorkerError
-    assert str(error).startswith("actor[rank 1/2 on ")
+    assert str(error).startswith("actor[rank 1/3 on ")
     assert " failed in raise_on_one: got " in str(error)
     assert told in str(error)
     assert "clumsy.py:" in str(error)
     assert "in Clumsy._raise" in str(error)
-    assert error.worker.startswith("actor[rank 1/2 on ")
-    assert len(group.execute_all("process")) == 2
+    assert error.worker.startswith("actor[rank 1/3 on ")
+    assert len(group.execute_all("process")) == 3
 
 
 def test_the_traceback_is_the_workers_own_from_its_method_on(group):
@@ -226,7 +208,7 @@ def test_the_error_has_the_shapes_of_the_ranks_own_arguments(group):
 def test_a_failure_that_travels_inside_a_future_still_names_the_worker_that_raised(group):
     error = error_of(lambda: group.consume(group.later()))
 
-    assert str(error).startswith("actor[rank 1/2 on ")
+    assert str(error).startswith("actor[rank 1/3 on ")
     assert " failed in later: got ValueError: of rank 1" in str(error)
 
 
@@ -253,10 +235,12 @@ def test_a_worker_that_cannot_be_built_says_why_and_the_other_roles_of_the_proce
         error_of(lambda: critic.execute_all("process")),
         error_of(lambda: critic.later().get()),
     ):
-        assert "critic[rank 1/2 on " in str(error)
+        assert "critic[rank 1/3 on " in str(error)
         assert "failed in __init__: got FileNotFoundError: no model here" in str(error)
         assert "called with 1" in str(error)
-    assert roles["actor"].execute_all("raise_on_one", "") == ["rank 0 is well", "rank 1 is well"]
+    assert roles["actor"].execute_all("raise_on_one", "") == [
+        f"rank {rank} is well" for rank in range(3)
+    ]
 
 
 # ---- a worker hangs -----------------------------------------------------------------------------
@@ -274,36 +258,11 @@ def until(sign: Path, is_told: Callable[[str], bool]) -> tuple[list[str], Callab
     return said, emit
 
 
-def test_a_long_wait_says_who_has_answered_and_where_the_others_stand_and_an_error_ends_it_at_once(
-    make, tmp_path
-):
-    """Ranks 0 and 2 hang in a collective for which rank 1 comes late, and then not at all."""
-    group = make(3)
-    group.execute_all("join")
-    said, emit = until(
-        tmp_path / "sign", lambda report: "rank 1 at" in report and "in all_reduce" in report
-    )
-
-    started = group.start_all("add_up", [((str(tmp_path / "sign"), "value"), {})] * 3)
-    error = error_of(lambda: calls.resolve(started, report_every_s=0.5, emit=emit))
-
-    assert str(error).startswith("actor[rank 1/3 on ")
-    assert "ValueError: of rank 1" in str(error)
-    assert re.match(
-        r"waiting \d+ s for actor.add_up on 3 ranks: no rank answered; not yet: ranks 0, 2 at ",
-        said[-1],
-    )
-    assert "in Clumsy.add_up, inside torch/distributed/distributed_c10d.py:" in said[-1]
-    assert re.search(r"; rank 1 at \S*clumsy\.py:\d+ in Clumsy\.add_up", said[-1])
-    states = calls.ask_status(group.processes.actors, 5.0)
-    assert [state.method if state else None for state in states] == ["add_up", "", "add_up"]
-
-
 def test_a_coroutine_that_waits_is_found_where_it_waits(group, tmp_path):
     said, emit = until(tmp_path / "sign", lambda report: "_wait_for" in report)
 
     calls.resolve(
-        group.start_all("wait_for", [((str(tmp_path / "sign"),), {})] * 2),
+        group.start_all("wait_for", [((str(tmp_path / "sign"),), {})] * 3),
         report_every_s=0.5,
         emit=emit,
     )
@@ -314,37 +273,16 @@ def test_a_coroutine_that_waits_is_found_where_it_waits(group, tmp_path):
 def test_a_call_behind_another_one_says_so(group, tmp_path):
     said, emit = until(tmp_path / "sign", lambda report: "still in" in report)
 
-    before = group.start_all("wait_for", [((str(tmp_path / "sign"),), {})] * 2)
-    behind = group.start_all("process", [((), {})] * 2)
+    before = group.start_all("wait_for", [((str(tmp_path / "sign"),), {})] * 3)
+    behind = group.start_all("process", [((), {})] * 3)
     calls.resolve(behind, report_every_s=0.5, emit=emit)
 
     assert "still in actor.wait_for for " in said[-1]
     calls.resolve(before)
 
 
-# ---- a process dies -----------------------------------------------------------------------------
-
-
-def test_a_process_that_ends_in_a_call_is_named_and_not_its_peers_in_the_collective(make, tmp_path):
-    group = make(2)
-    group.execute_all("join")
-    children = group.execute_all("start_child")
-
-    error = error_of(lambda: group.execute_all("add_up", str(tmp_path), "signal"))
-
-    assert str(error).startswith("actor[rank 1/2 on ")
-    assert "died in add_up: got SIGSEGV (segmentation fault) at " in str(error)
-    assert "in _raise" in str(error)
-    assert "Fatal Python error: Segmentation fault" in notes(error)
-    assert "actor[rank 0/2 on " in notes(error)
-    assert "PeerLostError" in notes(error)
-    assert is_gone(children[1])
-    group.shutdown()
-    assert is_gone(children[0])
-
-
 def test_a_child_of_a_worker_can_be_interrupted(group):
-    assert group.execute_all("interruptible_child") == [-signal.SIGINT] * 2
+    assert group.execute_all("interruptible_child") == [-signal.SIGINT] * 3
 
 
 def test_processes_end_with_the_driver_that_started_them(ray_cluster):
@@ -414,21 +352,67 @@ def test_a_lost_node_and_a_lost_head_are_each_one_sentence_and_the_end_of_all_pr
     assert all(is_gone(pid, started) for pid, started in processes)
 
 
-# ---- the end of the group of this file: nothing may use it behind this ----------------------------
+# ---- the end of the group of this file, in this order: no other test may use it behind these ---------
+
+
+@pytest.fixture(scope="module")
+def children(roles: dict[str, RayWorkerGroup[Clumsy]]) -> list[int]:
+    """Processes that the workers, which meet first, have started."""
+    roles["actor"].execute_all("join")
+    return roles["actor"].execute_all("start_child")
+
+
+def test_a_long_wait_says_who_has_answered_and_where_the_others_stand_and_an_error_ends_it_at_once(
+    group, children, tmp_path
+):
+    """Ranks 0 and 2 hang in a collective for which rank 1 comes late, and then not at all."""
+    said, emit = until(
+        tmp_path / "sign", lambda report: "rank 1 at" in report and "in all_reduce" in report
+    )
+
+    started = group.start_all("add_up", [((str(tmp_path / "sign"), "value"), {})] * 3)
+    error = error_of(lambda: calls.resolve(started, report_every_s=0.5, emit=emit))
+
+    assert str(error).startswith("actor[rank 1/3 on ")
+    assert "ValueError: of rank 1" in str(error)
+    assert re.match(
+        r"waiting \d+ s for actor.add_up on 3 ranks: no rank answered; not yet: ranks 0, 2 at ",
+        said[-1],
+    )
+    assert "in Clumsy.add_up, inside torch/distributed/distributed_c10d.py:" in said[-1]
+    assert re.search(r"; rank 1 at \S*clumsy\.py:\d+ in Clumsy\.add_up", said[-1])
+    states = calls.ask_status(group.processes.actors, 5.0)
+    assert [state.method if state else None for state in states] == ["add_up", "", "add_up"]
+
+
+def test_a_process_that_ends_in_a_call_is_named_and_not_its_peers_in_the_collective(
+    group, children, tmp_path
+):
+    """Its peers wait for it in this collective, and in the one of the test before."""
+    error = error_of(lambda: group.execute_all("add_up", str(tmp_path), "signal"))
+
+    assert str(error).startswith("actor[rank 1/3 on ")
+    assert "died in add_up: got SIGSEGV (segmentation fault) at " in str(error)
+    assert "in _raise" in str(error)
+    assert "Fatal Python error: Segmentation fault" in notes(error)
+    assert "actor[rank 0/3 on " in notes(error)
+    assert "PeerLostError" in notes(error)
+    assert is_gone(children[1])
 
 
 def test_a_process_that_ends_without_a_word_or_between_calls_is_named(group):
-    """The first ends itself in a call; the second is killed between calls, and found by the next one."""
-    ends = [(("exit status",), {}), (("",), {})]
-    error = error_of(lambda: calls.resolve(group.start_all("end", ends)))
+    """One ends itself in a call; another is killed between calls, and found by the next one."""
+    ends = [(("exit status",), {}), *[(("",), {})] * 2]
+    # Rank 1 has died in the test before.
+    error = error_of(lambda: calls.resolve(group.start_all("end", ends)[:1]))
 
-    assert str(error).startswith("actor[rank 0/2 on ")
+    assert str(error).startswith("actor[rank 0/3 on ")
     word = "died in end: got it ended without a word, as after SIGKILL or os._exit() (called with "
     assert word in str(error)
 
-    os.kill(group.processes.addresses[1].pid, signal.SIGKILL)
-    error = error_of(lambda: calls.resolve(group.start_all("end", [(("",), {})] * 2)[1:]))
+    os.kill(group.processes.addresses[2].pid, signal.SIGKILL)
+    error = error_of(lambda: calls.resolve(group.start_all("end", [(("",), {})] * 3)[2:]))
 
-    assert str(error).startswith("actor[rank 1/2 on ")
+    assert str(error).startswith("actor[rank 2/3 on ")
     assert "SIGKILL" in str(error)
     assert "called with str" in str(error)

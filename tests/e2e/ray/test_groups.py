@@ -8,12 +8,14 @@ test_failures.py.
 
 import gc
 import os
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from clumsy import is_gone
 from quadriga.errors import WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import (
@@ -186,11 +188,15 @@ def together(ray_cluster: str) -> Iterator[RayWorkerGroup[Any]]:
 
 @pytest.fixture(scope="module")
 def pair(ray_cluster: str) -> Iterator[RayWorkerGroup[Teller]]:
-    """A group of 2 processes."""
+    """A group of 2 processes. What they have started ends with them."""
     pool = RayResourcePool([2])
     group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Teller)), name="part2")
     yield group
+    child = group.execute_func_rank_zero(
+        lambda words: subprocess.Popen(words).pid, ["sleep", "600"]
+    )
     group.shutdown()
+    assert is_gone(child)
     pool.close()
 
 

@@ -82,11 +82,11 @@ def test_the_head_has_float32_logits_of_512_tokens(itemsize: int) -> None:
     rows_in_float32 = 4096 * 64 * 4 if itemsize == 2 else 0
     states = 2 * 1000 * 64 * itemsize
     positions = 1000 * (2 * 16 * itemsize + 170)
-    predicted = forward_bytes(SIZES, 1000, 1000, itemsize=itemsize, is_on_cpu=True)
+    shape = replace(HALF, itemsize=itemsize, is_on_cpu=True)
+    predicted = forward_bytes(SIZES, shape)
     assert predicted == positions + states + 1000 * 16 + logits + rows_in_float32
 
     # The backward pass also has the gradient of the head, in the dtype of the head.
-    shape = replace(HALF, itemsize=itemsize, is_on_cpu=True)
     rounded = 512 * 50_000 * itemsize if itemsize == 2 else 0
     gradients = (50_000 + 1000) * 64 * itemsize
     memory = update_memory(SIZES, shape)
@@ -120,18 +120,19 @@ def test_gradients_in_bfloat16_are_kept_between_updates(tmp_path: Path) -> None:
 
 def test_passes_are_no_larger_than_their_batch(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    section = config.actor_rollout_ref.actor
+    alone = on_cpu(4)
     # 8 prompts of a mini-batch, once each, and their 32 responses.
-    assert micro_batch_tokens(config, section, 1) == 8 * 16 + 32 * 48
+    assert micro_batch_tokens(config, ACTOR, alone) == 8 * 16 + 32 * 48
     # Each of two ranks may have responses to all of them.
-    assert micro_batch_tokens(config, section, 2) == 8 * 16 + 16 * 48
+    shards = replace(alone, layout=Layout.of(2, ACTOR))
+    assert micro_batch_tokens(config, ACTOR, shards) == 8 * 16 + 16 * 48
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024"
     config = config_of(tmp_path, key)
-    assert micro_batch_tokens(config, config.actor_rollout_ref.actor, 1) == 1024
+    assert micro_batch_tokens(config, ACTOR, alone) == 1024
     # A conversation of several turns may have more sequences.
     key = "actor_rollout_ref.rollout.multi_turn.enable=true"
     config = config_of(tmp_path, key)
-    assert micro_batch_tokens(config, config.actor_rollout_ref.actor, 1) == 16384
+    assert micro_batch_tokens(config, ACTOR, alone) == 16384
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -152,8 +153,8 @@ def test_the_largest_micro_batch_is_that_of_a_run(
     for batch in micro_batches(rows, micro):
         prompts = {rows[index].prompt_key for index in batch} if shares else batch
         largest = max(largest, 16 * len(prompts) + 48 * len(batch))
-    actor = config.actor_rollout_ref.actor
-    predicted = micro_batch_tokens(config, actor, num_ranks, lengths)
+    plan = replace(on_cpu(4), layout=Layout.of(num_ranks, ACTOR))
+    predicted = micro_batch_tokens(config, ACTOR, replace(plan, lengths=lengths))
     # With three of four responses together there are two kinds of parts, and an upper bound.
     if shares and limit == 200:
         assert largest <= predicted <= limit
@@ -161,8 +162,8 @@ def test_the_largest_micro_batch_is_that_of_a_run(
         assert predicted == largest
     # Shorter responses may fill a micro-batch up to its limit.
     lengths = replace(lengths, response=47)
-    worst = micro_batch_tokens(config, actor, num_ranks, lengths)
-    assert worst == micro_batch_tokens(config, actor, num_ranks) >= largest
+    worst = micro_batch_tokens(config, ACTOR, replace(plan, lengths=lengths))
+    assert worst == micro_batch_tokens(config, ACTOR, plan) >= largest
 
 
 def test_every_phase_has_python_and_its_libraries(tmp_path: Path) -> None:

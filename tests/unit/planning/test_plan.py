@@ -89,6 +89,19 @@ def test_half_of_the_devices_generate(model: Path, capsys: pytest.CaptureFixture
     assert "fsdp_size=4, activations recomputed" in text and "fsdp_size=8" not in text
 
 
+def test_a_copy_of_the_weights_is_freed_while_the_models_train(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`native` generates with a copy of weights that are sharded."""
+    log_probs = {}
+    for frees in ("true", "false"):
+        plan([*words(model, "8xH100-80GB"), f"actor_rollout_ref.rollout.free_cache_engine={frees}"])
+        lines = capsys.readouterr().out.splitlines()
+        log_probs[frees] = next(line for line in lines if line.startswith("  actor, log-probs"))
+        assert any("generation" in line and "weights of the rollout 15.2" in line for line in lines)
+    assert "rollout" not in log_probs["true"] and "rollout 15.2" in log_probs["false"]
+
+
 def test_a_step_takes_longer_with_longer_responses(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,9 +4,9 @@
 import gzip
 import io
 import json
+from importlib import import_module
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -196,6 +196,8 @@ def test_a_split_has_another_name_and_rows_without_a_label(tmp_path: Path):
 
 def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Images stay the bytes that they are stored as."""
+    # Not imported where tests are collected, which every process does.
+    datasets = import_module("datasets")
     features = datasets.Features(
         {
             "images": [datasets.Image()],

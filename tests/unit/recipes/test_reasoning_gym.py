@@ -3,6 +3,8 @@
 
 import json
 from fractions import Fraction
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,7 +14,8 @@ from quadriga.errors import DataError
 from quadriga_recipes.reasoning_gym import encode_metadata
 from quadriga_recipes.tasks import prepare_data
 
-reasoning_gym = pytest.importorskip("reasoning_gym")
+# Not imported where tests are collected, which every process does.
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs reasoning_gym")
 
 
 def read(path: Path) -> list[dict]:
@@ -22,7 +25,7 @@ def read(path: Path) -> list[dict]:
 @pytest.mark.parametrize("task", ["chain_sum", "gsm_symbolic", "countdown"])
 def test_the_librarys_scorer_grades_what_was_written(tmp_path: Path, task: str):
     paths = prepare_data(f"reasoning_gym:{task}", tmp_path, num_train=4, num_val=3)
-    score = reasoning_gym.get_score_answer_fn(task)
+    score = import_module("reasoning_gym").get_score_answer_fn(task)
     for row in read(paths["train"]) + read(paths["val"]):
         extra, answer = row["extra_info"], row["reward_model"]["ground_truth"]
         assert (row["data_source"], extra["task"]) == (f"reasoning_gym/{task}", task)

@@ -13,7 +13,7 @@ from quadriga.errors import DataError
 from quadriga.rewards.managers.naive import NaiveRewardManager
 from quadriga.rewards.outcome import read_outcome
 from quadriga.rewards.scoring import ScoreFunction
-from quadriga.trainer.preflight import _Checks, preflight, recorded_run
+from quadriga.trainer.preflight import Preflight, preflight, recorded_run
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 
@@ -46,7 +46,7 @@ def test_an_estimator_gets_the_options_that_the_run_passes(tmp_path: Path) -> No
 def test_a_wrong_option_of_a_built_in_algorithm_is_a_problem(
     overrides: tuple[str, ...], message: str
 ) -> None:
-    checks = _Checks(load_config(list(overrides)).config)
+    checks = Preflight(load_config(list(overrides)).config)
     checks.try_algorithm()
     with pytest.raises(type(checks.problems[-1]), match=message):
         raise checks.problems[-1]
@@ -55,7 +55,7 @@ def test_a_wrong_option_of_a_built_in_algorithm_is_a_problem(
 def notices_of(row: dict[str, Any], function: ScoreFunction) -> list[str]:
     """Notices of the check of a first row, graded in this process."""
     config = Config()
-    checks = _Checks(config)
+    checks = Preflight(config)
     checks.notices = []
     checks._tokenizer = SimpleNamespace(eos_token="<end>")
     reward = NaiveRewardManager(config, checks._tokenizer)

@@ -34,7 +34,7 @@ def test_which_steps_may_be_skipped(
 ) -> None:
     steps = quarantine(tmp_path, max_skipped_steps=limit)
     for number in skipped:
-        steps.add(number, num_rows=4)
+        steps.num_rows[number] = 4
     refusal = steps.refusal(step)
     assert refusal.startswith(reason) or reason in refusal
     assert bool(refusal) == bool(reason)

@@ -47,9 +47,8 @@ def told() -> list[str]:
 @pytest.fixture
 def make(tmp_path: Path, told: list[str]) -> Callable[..., CheckpointSaver]:
     def build(*workers: Worker) -> CheckpointSaver:
-        return CheckpointSaver(
-            Checkpoints(tmp_path / "run"), {one.name: one for one in workers}, told.append
-        )
+        groups = {one.name: one for one in workers}
+        return CheckpointSaver(Checkpoints(tmp_path / "run"), groups, own_part, told.append)
 
     return build
 
@@ -72,7 +71,7 @@ def test_it_is_none_until_all_ranks_of_all_roles_have_written(
 ) -> None:
     actor, critic = Worker(), Worker("critic")
     saver = make(actor, critic)
-    saver.start(3, own_part)
+    saver.start(3)
     actor.is_through = True
     for _ in range(3):
         assert not saver.poll()
@@ -87,8 +86,8 @@ def test_it_is_none_until_all_ranks_of_all_roles_have_written(
 
 def test_the_next_one_waits_for_it(make: Callable[..., CheckpointSaver]) -> None:
     saver = make(Worker())
-    saver.start(1, own_part)
-    saver.start(2, own_part)
+    saver.start(1)
+    saver.start(2)
     assert saver.checkpoints.newest() == 1
     saver.finish()
     assert saver.checkpoints.steps() == [1, 2] and saver.checkpoints.newest() == 2
@@ -101,20 +100,20 @@ def test_error_of_a_worker_comes_with_the_next_call(
     """What was written is taken away; the one before stays; a later one can be written."""
     actor = Worker()
     saver = make(actor)
-    saver.start(1, own_part)
+    saver.start(1)
     saver.finish()
-    saver.start(2, own_part)
+    saver.start(2)
     actor.error = CheckpointError("actor/model/__0_0.distcp", got="OSError: full")
     with pytest.raises(
         CheckpointError, match=r"step 2 .*__0_0\.distcp: OSError: full.*Step 1 is still there"
     ):
-        saver.start(3, own_part) if call == "start" else getattr(saver, call)()
+        saver.start(3) if call == "start" else getattr(saver, call)()
     assert sorted(path.name for path in saver.checkpoints.directory.iterdir()) == [
         "global_step_1",
         LATEST,
     ]
     actor.error = None
-    saver.start(4, own_part)
+    saver.start(4)
     saver.finish()
     assert saver.checkpoints.newest() == 4
 
@@ -124,7 +123,7 @@ def test_part_that_another_node_wrote_elsewhere(make: Callable[..., CheckpointSa
     actor.save_checkpoint = lambda directory: None
     actor.checkpoint_written = lambda wait=False: [True, True]
     saver = make(actor)
-    saver.start(1, own_part)
+    saver.start(1)
     with pytest.raises(CheckpointError, match="nothing here, though the worker has written it"):
         saver.finish()
 
@@ -134,8 +133,9 @@ def test_driver_that_cannot_write_its_part(make: Callable[..., CheckpointSaver])
         raise OSError(28, "No space left on device")
 
     saver = make(Worker())
+    saver.write_own_part = fails
     with pytest.raises(CheckpointError, match=r"step 1 .*No space left"):
-        saver.start(1, fails)
+        saver.start(1)
     assert saver.poll() and list(saver.checkpoints.directory.iterdir()) == []
 
 
@@ -145,7 +145,7 @@ def test_run_that_is_cut_short(
 ) -> None:
     """What the workers can still write is completed; where they cannot be asked, nothing is left of it."""
     saver = make(Worker())
-    saver.start(1, own_part)
+    saver.start(1)
     saver.settle(can_ask=can_ask)
     assert saver.checkpoints.steps() == ([1] if can_ask else [])
     assert ("step 1 was not yet written" in capsys.readouterr().out) is not can_ask
@@ -157,7 +157,7 @@ def test_workers_that_are_through_need_not_be_asked(make: Callable[..., Checkpoi
     """A run that has lost them still completes what they have written."""
     actor = Worker()
     saver = make(actor)
-    saver.start(1, own_part)
+    saver.start(1)
     actor.is_through = True
     saver.poll()
     actor.error = AssertionError("asked")
@@ -171,7 +171,7 @@ def test_error_while_a_cut_run_settles_is_said(
     """It must not hide the error that cut the run short."""
     actor = Worker()
     saver = make(actor)
-    saver.start(1, own_part)
+    saver.start(1)
     actor.error = CheckpointError("actor", got="OSError: full")
     saver.settle(can_ask=True)
     assert "checkpoint of step 1" in capsys.readouterr().out and saver.checkpoints.steps() == []

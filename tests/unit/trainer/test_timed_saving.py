@@ -45,6 +45,7 @@ class Run:
         self.saver = TimedSaver(
             self.checkpoints,
             {"actor": self.worker},
+            lambda _: None,
             self.reports.append,
             period_s=600,
             clock=lambda: 60 * self.minutes,
@@ -53,7 +54,7 @@ class Run:
     def step(self, minutes: int, *, is_last: bool = False) -> list[int]:
         """Steps on disk after the step that ends at this minute, which is also its number."""
         self.minutes = minutes
-        self.saver.start_where_due(minutes, lambda _: None, is_due=False, is_last=is_last)
+        self.saver.start_where_due(minutes, is_due=False, is_last=is_last)
         self.saver.finish()
         return self.checkpoints.steps()
 

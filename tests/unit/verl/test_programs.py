@@ -461,3 +461,14 @@ def test_one_teacher_beside_the_rewards() -> None:
     assert any("0.2, as actor_rollout_ref.actor.clip_ratio_low" in str(error) for error in refused)
     refused = translate(find_entry("main_ppo"), [*one, f"+{TEACHERS}.second.model_path=m"]).refused
     assert any("for each of several teachers" in str(error) for error in refused)
+
+
+def test_the_key_that_a_setting_comes_from_is_named() -> None:
+    pool = (
+        "reward_model.enable=True",
+        "reward_model.enable_resource_pool=True",
+        "reward_model.nnodes=1",
+    )
+    line = translated("main_ppo", *pool, "custom_reward_function.path=score.py", version="0.6.1")
+    assert line.sources["trainer.resource_pools"] == "reward_model.enable"
+    assert translated("main_generation", "data.path=o.parquet").sources["data.truncation"] == ""

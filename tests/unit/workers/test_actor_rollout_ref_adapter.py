@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from quadriga.trainer.rollout_pool import RolloutPool
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker, rollout_engines
 from tests.unit.rollout.vllm.stand_in import StandIn, stand_in_for_vllm
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 NUM_FACTORS, NUM_FROZEN = 12, 21

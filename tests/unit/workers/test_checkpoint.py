@@ -66,7 +66,7 @@ class Tokenizer:
 
 
 def checkpoint_of(engine: Engine, tokenizer: Tokenizer | None = None) -> RoleCheckpoint:
-    return RoleCheckpoint(engine, engine.model, tokenizer or Tokenizer())
+    return RoleCheckpoint(engine, tokenizer or Tokenizer())
 
 
 @pytest.mark.parametrize(

@@ -297,11 +297,12 @@ def test_sizes_know_experts(folder: Path, sizes: dict[str, Any], kept: float) ->
         vocab_size=1000, moe_intermediate_size=256, num_experts=16, num_experts_per_tok=2, tie_word_embeddings=False,
     ).save_pretrained(folder / "mixture")  # fmt: skip
     run = config(folder, "mixture", 8, fsdp_config={"model_dtype": "bfloat16"}, **sizes)
-    of_model, of_process, of_update = sizes_of_models(run, has_critic=False)
+    of_model, of_process, of_update, of_rollout = sizes_of_models(run, has_critic=False)
     told = "28.8 M parameters, 25.2 M of them experts, 2 of 16 in each of 4 layers for a token; 6.3 M multiply it: "
     assert told + "0.0126 GFLOP forward, 0.0379 learned from" in of_model
     assert f"keeps about {kept / 1e9:.3g} GB" in of_process
     assert "the memory of an update is not predicted for " in of_update
+    assert "copy of the weights takes 0.0577 GB while it generates, and none while" in of_rollout
 
 
 def test_what_a_process_keeps_is_what_an_engine_has() -> None:

@@ -169,7 +169,9 @@ def test_weights_that_sleep_has_dropped_come_again(
 
     monkeypatch.setattr(worker, "publish_weights", publish)
     monkeypatch.setattr(
-        RolloutEngine, "has_dropped_weights", property(lambda engine: not published)
+        type(worker.generation.engine),
+        "has_dropped_weights",
+        property(lambda engine: not published),
     )
     worker.generate_sequences(prompts)
     worker.generate_sequences(prompts)

@@ -15,7 +15,7 @@ from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.generation import ResponseGenerator
-from quadriga.workers.stream import GenerationStream, ServedStream
+from quadriga.workers.stream import GenerationStream, ServedStream, WeightCopy, join_shares
 
 
 @pytest.fixture
@@ -50,6 +50,19 @@ def events(stream: ServedStream, count: int) -> list[tuple[str, int, Any]]:
             stream.go_on()
         found += told
     return found
+
+
+def test_shares_of_ranks_are_joined_in_the_order_of_the_model() -> None:
+    """Of five tensors three ranks have two, two and one."""
+    names = ["a", "b", "c", "d", "e"]
+    shares = []
+    for rank in range(3):
+        weights = {name: torch.full((2,), names.index(name)) for name in names[rank::3]}
+        shares.append(WeightCopy(weights, {name: f"mark of {name}" for name in weights}))
+    joined = join_shares(shares)
+    assert list(joined.weights) == names
+    assert [int(tensor[0]) for tensor in joined.weights.values()] == [0, 1, 2, 3, 4]
+    assert joined.fingerprints == {name: f"mark of {name}" for name in names}
 
 
 def test_weights_are_awaited_and_groups_told_of(

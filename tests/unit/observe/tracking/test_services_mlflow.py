@@ -3,12 +3,16 @@
 
 import json
 import os
+from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("mlflow", reason="needs mlflow: pip install -e '.[mlflow]'")
-
 from quadriga.observe.tracking.services import MlflowBackend, metric_name
+
+# Not imported where tests are collected, which every process does.
+pytestmark = pytest.mark.skipif(
+    find_spec("mlflow") is None, reason="needs mlflow: pip install -e '.[mlflow]'"
+)
 
 
 @pytest.fixture

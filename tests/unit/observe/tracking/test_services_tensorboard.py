@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Event files hold what was logged; a continued run replaces what it does again. Read with TensorBoard's own reader."""
 
+from importlib.util import find_spec
+
 import pytest
-
-pytest.importorskip("tensorboard", reason="needs tensorboard: pip install -e '.[tensorboard]'")
-
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from quadriga.observe.tracking.services import TensorboardBackend
 
+# Not imported where tests are collected, which every process does.
+pytestmark = pytest.mark.skipif(
+    find_spec("tensorboard") is None, reason="needs tensorboard: pip install -e '.[tensorboard]'"
+)
+
 
 def read(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     accumulator = EventAccumulator(
         str(directory / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0}
     )

@@ -11,18 +11,19 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("wandb", reason="needs wandb: pip install -e '.[wandb]'")
-
-import wandb
-from wandb.proto.wandb_internal_pb2 import Record
-
 from quadriga.errors import ConfigError
 from quadriga.observe.tracking.services import WandbBackend, check_services
 
+# Not imported where tests are collected, which every process does.
+pytestmark = pytest.mark.skipif(
+    find_spec("wandb") is None, reason="needs wandb: pip install -e '.[wandb]'"
+)
 BLOCK_BYTES = 32 * 1024
 
 
@@ -87,6 +88,8 @@ def log_entries(content: bytes) -> Iterator[bytes]:
 
 def history(directory: Path) -> list[dict]:
     """The rows of all runs in the directory, out of wandb's own offline files."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     rows = []
     for path in sorted(directory.glob("wandb/offline-run-*/run-*.wandb")):
         for entry in log_entries(path.read_bytes()):
@@ -122,7 +125,7 @@ def test_an_offline_run_and_its_continuation(make_run, samples, monkeypatch):
     for step in (1, 2, 3, 4):
         third.log({"critic/rewards/mean": step / 4}, step)
     third.close()
-    wandb.teardown()  # its service may write a finished run's file until it ends
+    import_module("wandb").teardown()  # its service may write a finished run's file until it ends
     rows = history(run.directory)
     measured = [
         (row["step"], row["critic/rewards/mean"]) for row in rows if "critic/rewards/mean" in row

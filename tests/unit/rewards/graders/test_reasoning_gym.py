@@ -2,18 +2,27 @@
 """The library's own scorers, reached through a row's extra_info."""
 
 import json
+from importlib import import_module
 
 import pytest
-from reasoning_gym import create_dataset, get_score_answer_fn
 
 import quadriga.rewards.graders.reasoning_gym as grader
 from quadriga.rewards.graders.reasoning_gym import MissingKeyError, compute_score
 from quadriga_recipes.reasoning_gym import encode_metadata
 
 
+def entry_of(task, seed=3):
+    # Not imported where tests are collected, which every process does.
+    return import_module("reasoning_gym").create_dataset(task, size=1, seed=seed)[0]
+
+
+def score_of(task):
+    return import_module("reasoning_gym").get_score_answer_fn(task)
+
+
 @pytest.fixture(scope="module")
 def countdown():
-    return create_dataset("countdown", size=1, seed=1)[0]
+    return entry_of("countdown", seed=1)
 
 
 def test_the_task_decides_what_is_right(countdown):
@@ -58,8 +67,8 @@ def test_a_row_without_an_entry_raises(extra_info):
 @pytest.mark.parametrize("task", ["arc_agi", "rearc", "countdown"])
 def test_the_reference_answer_of_a_prepared_row_scores_one(task):
     """Two of these tasks compare tuples, which JSON does not have."""
-    entry = create_dataset(task, size=1, seed=3)[0]
-    metadata = encode_metadata(entry, get_score_answer_fn(task))
+    entry = entry_of(task)
+    metadata = encode_metadata(entry, score_of(task))
     assert ("__tuple__" in metadata) == (task != "countdown")
     extra_info = {"question": entry["question"], "metadata": metadata}
     assert (
@@ -85,10 +94,10 @@ def test_the_reference_answer_of_a_prepared_row_scores_one(task):
     ],
 )
 def test_an_answer_that_a_scorer_cannot_parse_is_wrong(task, answer):
-    entry = create_dataset(task, size=1, seed=3)[0]
+    entry = entry_of(task)
     # Without this the test would prove nothing.
     with pytest.raises((ValueError, TypeError, OverflowError, KeyError, AttributeError)):
-        get_score_answer_fn(task)(answer=answer, entry=entry)
+        score_of(task)(answer=answer, entry=entry)
     assert compute_score(f"<answer>{answer}</answer>", None, {"entry": entry}, task=task) == {
         "score": 0.0,
         "pred": answer,
@@ -104,7 +113,7 @@ def test_a_missing_entry_of_the_metadata_is_not_the_answers_fault(answer):
 
 
 def test_a_row_whose_own_answer_cannot_be_parsed_is_not_the_answers_fault():
-    entry = create_dataset("prime_factorization", size=1, seed=3)[0]
+    entry = entry_of("prime_factorization")
     with pytest.raises(ValueError, match="invalid literal"):
         compute_score("foo", None, {"entry": {**entry, "answer": "seven"}})
     with pytest.raises(AttributeError):

@@ -160,7 +160,7 @@ def test_prefixes_come_and_go() -> None:
     """Kept and added prefixes keep their values; the cache is as wide as the longest of them."""
     cache = PrefixCache()
     cache.extend(_prefixes("aa", "bbbbb", "ccc", fill=1.0))
-    cache.keep([0, 2])
+    cache.keep({"aa", "ccc"})
     assert (cache.prefixes, cache.keys[0].shape) == (["aa", "ccc"], (2, 2, 3, 4))
     cache.extend(_prefixes("dddddd", fill=7.0))
     assert (cache.prefixes, cache.lengths) == (["aa", "ccc", "dddddd"], [2, 3, 6])

@@ -112,12 +112,12 @@ APART = (
 def test_defaults_on_a_gpu(words: tuple[str, ...], max_num_seqs: int, share: float) -> None:
     """Many sequences; more memory where nothing is trained, and half for each of two engines."""
     setup = EngineSetup(load_config([*SMALL, *words]).config, None, {}, CUDA, torch.bfloat16)
-    arguments = arguments_of(setup, None, is_vision=False, can_sleep=True)
+    arguments = arguments_of(setup, None, is_vision=False)
     assert arguments["max_num_seqs"] == max_num_seqs
     assert arguments["gpu_memory_utilization"] == share
     on_cpu = dataclasses.replace(setup, device=torch.device("cpu"))
     is_given = "max_num_seqs" in " ".join(words)
-    cpu_arguments = arguments_of(on_cpu, None, is_vision=False, can_sleep=False)
+    cpu_arguments = arguments_of(on_cpu, None, is_vision=False)
     assert cpu_arguments["max_num_seqs"] == (max_num_seqs if is_given else 256)
 
 
