@@ -27,6 +27,7 @@ from quadriga.trainer.asynchronous.batches import AsyncBatches
 from quadriga.trainer.asynchronous.schedule import Decision, HandOver, Schedule
 from quadriga.trainer.ray_trainer import RayPPOTrainer
 from quadriga.trainer.saving import RUN_STATE
+from tests.limits import SOON_S
 
 ON = "async_training.enable=True"
 # How far ahead the rollout is, is a matter of time.
@@ -73,24 +74,38 @@ def test_without_staleness_it_is_lockstep_bit_for_bit(
 def delays(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`delays(seed)`: from here on steps of the engine and of the trainer take a random time.
 
-    The engine is slow except while the trainer waits for it: what it generates ahead is under way when weights change
-    and checkpoints are written, on a machine of any speed.
+    Unless the trainer waits for it, the engine makes few steps, of a random number after each batch: what it generates
+    ahead is under way when weights change and checkpoints are written. No clock decides this, for a trainer that a busy
+    machine slows down would find an engine that has done all that it may.
     """
     dice = random.Random()
-    is_waiting = threading.Event()
-    take = AsyncBatches.take
+    changed = threading.Condition()
+    # Calls of the trainer that wait for the engine, and steps that it may make while there is none.
+    num_waiting = num_left = 0
     advance = Generation.advance
 
-    def take_at_once(batches: AsyncBatches, step: int) -> Any:
-        is_waiting.set()
-        try:
-            return take(batches, step)
-        finally:
-            is_waiting.clear()
-
-    def advance_slowly(*step: Any) -> Any:
-        is_waiting.wait(0.03)
+    def advance_late(*step: Any) -> Any:
+        nonlocal num_left
+        with changed:
+            changed.wait_for(lambda: num_waiting or num_left, SOON_S)
+            num_left = max(num_left - 1, 0)
         return advance(*step)
+
+    def awaited(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal num_waiting, num_left
+            with changed:
+                num_waiting += 1
+                changed.notify_all()
+            try:
+                return method(*args)
+            finally:
+                with changed:
+                    num_waiting -= 1
+                    num_left = 1 + int(MOST_STEPS * dice.random() ** 2)
+                    changed.notify_all()
+
+        return call
 
     def slow(function: Callable[..., Any], most_s: float) -> Callable[..., Any]:
         def slowed(*args: Any, **kwargs: Any) -> Any:
@@ -99,14 +114,17 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
         return slowed
 
-    monkeypatch.setattr(Generation, "advance", slow(advance_slowly, 0.006))
-    monkeypatch.setattr(AsyncBatches, "take", take_at_once)
+    monkeypatch.setattr(Generation, "advance", slow(advance_late, 0.006))
+    for name in ("take", "state_dict", "stop"):
+        monkeypatch.setattr(AsyncBatches, name, awaited(getattr(AsyncBatches, name)))
     monkeypatch.setattr(
         RayPPOTrainer, "compute_advantages", slow(RayPPOTrainer.compute_advantages, 0.1)
     )
     return dice.seed
 
 
+MOST_STEPS = 60
+"""Of the engine, ahead of a trainer that does not wait for it. A batch takes about 35."""
 LONG = ("data.max_response_length=24", "trainer.total_training_steps=6")
 FEW = "actor_rollout_ref.rollout.max_num_seqs=6"
 BY_TWO = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
