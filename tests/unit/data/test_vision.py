@@ -203,14 +203,14 @@ def test_places_and_images_must_agree(dataset):
         (
             "<image> and <image>",
             [image],
-            "got 2 <image> in the prompt, and 1 images, expected one for each",
+            "got 2 <image> in the prompt, and 1 images, expected as many <image> as images",
         ),
         ("which ?", [image], "got 0 <image> in the prompt, and 1 images"),
         ("<image> ?", [], "got 1 <image> in the prompt, and 0 images"),
         (
             "<video> ?",
             [],
-            "got 1 <video> in the prompt, and 0 videos, expected one for each, where it stands",
+            "got 1 <video> in the prompt, and 0 videos, expected as many <video> as videos",
         ),
         ("<|image_pad|> ?", [], "got 1 image tokens in the rendered chat, for 0 images"),
         ("<|video_pad|> ?", [], "got 1 video tokens in the rendered chat, for 0 videos"),
