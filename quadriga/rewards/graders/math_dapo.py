@@ -5,8 +5,8 @@ Without such a line the last `\\boxed{...}` is the answer. Two answers are the s
 
 1. if their texts are the same apart from white space, `$`, units as text, `\\left` and the like, or
    if both are the same number; else
-2. if math-verify finds that they mean the same (`graders/math.py`). Without this package, or with
-   `use_symbols=False`, only 1 counts.
+2. if math-verify finds that they mean the same (`graders/math.py`). If the package math-verify is
+   not installed, or with `use_symbols=False`, only rule 1 counts.
 """
 
 import re
@@ -74,7 +74,7 @@ def compute_score(
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """Read the answer after the last "Answer:" near the end, or else the last box.
+    """Read the answer after the last "Answer:" near the end, or else the last box there.
 
     Returns:
         The answer; None if there is neither.
@@ -83,6 +83,7 @@ def extract_answer(solution_str: str) -> str | None:
     lines = _ANSWER.findall(text)
     if lines:
         text = lines[-1]
+    # A box in the line after "Answer:" holds the answer, too.
     box = last_box(text)
     if box is not None:
         return box
