@@ -326,8 +326,9 @@ class JudgeQuestion(NamedTuple):
             numbers = _SCORE_LINE.findall(reply.rstrip()[-100:])
             expected = "a last line 'Score: X'"
         else:
-            numbers = [match[1] for match in re.finditer(self.pattern, reply)]
-            expected = f"a match of {self.pattern!r}"
+            # An optional group may have no part in a match.
+            numbers = [match[1] for match in re.finditer(self.pattern, reply) if match[1]]
+            expected = f"a match of {self.pattern!r}, with a number as its first group"
         scores = {float(number) for number in numbers}
         if not scores:
             raise ValueError(f"{got}, expected {expected}")
