@@ -170,17 +170,17 @@ class SuccessRateSampler(AbstractCurriculumSampler):
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
         self._rates = torch.empty(0, dtype=torch.float64)  # nan: no batch had the row
-        self._draws = 0  # number of batches drawn, which seeds the next draw
-        self._position = 0  # number of rows of this pass that were handed out
-        self._drawn: list[int] = []  # rows of the current batch that are not yet handed out
+        self._num_draws = 0  # batches that were drawn, which seeds the next draw
+        self._position = 0  # rows of this pass that were handed out
+        self._waiting_rows: list[int] = []  # drawn rows that are not handed out yet
 
     def __iter__(self) -> Iterator[int]:
         while self._position < len(self):
             # Each batch changes the weights, so rows are drawn one batch at a time.
-            if not self._drawn:
-                self._drawn = self._draw()
+            if not self._waiting_rows:
+                self._waiting_rows = self._draw_batch()
             self._position += 1
-            yield self._drawn.pop(0)
+            yield self._waiting_rows.pop(0)
         self._position = 0
 
     @property
@@ -193,7 +193,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
             self._rates = torch.cat([self._rates, new_rates])
         return self._rates
 
-    def _draw(self) -> list[int]:
+    def _draw_batch(self) -> list[int]:
         """Draw the rows of the next batch, by weight and without replacement."""
         batch_size = self.data_config.gen_batch_size or self.data_config.train_batch_size
         # The last batch of a pass has the rows that the pass still lacks.
@@ -201,9 +201,9 @@ class SuccessRateSampler(AbstractCurriculumSampler):
         # Rows that no batch had count as half solved, which is the largest weight.
         rates = self.rates.nan_to_num(nan=0.5).numpy()
         weights = self.FLOOR + rates * (1 - rates)
-        rng = np.random.default_rng([self.data_config.seed, self._draws])
+        rng = np.random.default_rng([self.data_config.seed, self._num_draws])
         noise = rng.gumbel(size=len(rates))
-        self._draws += 1
+        self._num_draws += 1
         # The Gumbel-top-k trick: to draw by weight and without replacement, take the rows with the
         # largest `log(weight) + Gumbel noise`.
         order = np.argsort(-(np.log(weights) + noise), kind="stable")
@@ -249,14 +249,14 @@ class SuccessRateSampler(AbstractCurriculumSampler):
         """The rates, and the rows that are drawn but not yet handed out."""
         return {
             "rates": self.rates.clone(),
-            "draws": self._draws,
+            "draws": self._num_draws,
             "position": self._position,
-            "drawn": list(self._drawn),
+            "drawn": list(self._waiting_rows),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the rates and drawn rows of a state."""
         self._rates = state["rates"].clone()
-        self._draws = state["draws"]
+        self._num_draws = state["draws"]
         self._position = state["position"]
-        self._drawn = list(state["drawn"])
+        self._waiting_rows = list(state["drawn"])

@@ -635,11 +635,11 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
             # The package for this store is not installed, but pyarrow has a client of its own.
             store, _ = FileSystem.from_uri(f"s3://{urlsplit(name).netloc}")
             filesystem = ArrowFSWrapper(store)
-            root = name.removeprefix("s3://")
+            path_in_store = name.removeprefix("s3://")
         else:
-            filesystem, root = url_to_fs(name if is_url else str(Path(name).expanduser()))
+            filesystem, path_in_store = url_to_fs(name if is_url else str(Path(name).expanduser()))
         filesystem.invalidate_cache()  # the process may have listed an earlier version
-        paths = sorted(filesystem.glob(root)) if is_pattern else [root]
+        paths = sorted(filesystem.glob(path_in_store)) if is_pattern else [path_in_store]
         if not paths:
             raise DataError(
                 where, got=f"{name!r}, which matches no file", expected="at least one file"

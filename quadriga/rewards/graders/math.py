@@ -239,16 +239,16 @@ def _differ_in_form(truth: list[Any], answers: list[Any]) -> bool:
     if bool(_RELATION.match(true_text)) != bool(_RELATION.match(text)):
         return True
     # One of the two is a pair, the other a set.
-    return {_first_character(true_text, truth), _first_character(text, answers)} == {"a set", "("}
+    return {_brackets(true_text, truth), _brackets(text, answers)} == {"set", "pair"}
 
 
-def _first_character(text: str, readings: list[Any]) -> str:
-    """First character of an answer, such as "(" of a pair; "a set" for a set of several elements.
+def _brackets(text: str, readings: list[Any]) -> str:
+    """Kind of an answer by its brackets: "set" (of several elements), "pair" or "other".
 
     Args:
         text: the answer as it was written; "" if there is none.
         readings: readings of the answer.
     """
     if text.startswith("\\{") and isinstance(readings[0], FiniteSet) and len(readings[0]) > 1:
-        return "a set"
-    return text[:1]
+        return "set"
+    return "pair" if text.startswith("(") else "other"
