@@ -130,7 +130,7 @@ class MixtureSampler(PassSampler):
         """Numbers of the rows of this pass, with the entries evenly mixed.
 
         Each row gets a time between 0 and the length of the pass, such that the rows of one entry
-        are equally far apart. The order is that of the times.
+        are equally far apart. Rows come in the order of their times.
         """
         rng = np.random.default_rng([self.data_config.seed, self._passes])
         rows = []

@@ -116,7 +116,7 @@ class FileDataset(Dataset, ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check that the rows are those that a checkpoint was written with.
 
-        With other rows, the position in the checkpoint would be that of another row.
+        With other rows, the position in the checkpoint would lead to a wrong row.
 
         Args:
             state: what `state_dict` returned when the checkpoint was written.

@@ -5,7 +5,7 @@ Users may name anything that fsspec opens (`s3://`, `gs://`, `hf://`, `https://`
 file is copied once into the cache, under a key made of its URL, its size and whatever its store
 says about its version.
 
-Each file has a table of its own, because files may differ in their columns and the types of these.
+Each file has a table of its own, because files may differ in their columns and in column types.
 Tables are Arrow's. The rows of a large file are written once into the cache, a few at a time, under
 a key made of the file's content, and mapped into memory from there. JSON is parsed by Python's own
 parser, and the table has its rows as text: a library that infers column types would change values
@@ -191,7 +191,7 @@ def drop_null_fields(row: dict[str, Any], columns: Iterable[str]) -> None:
         columns: the columns to clean, or fields of struct columns, such as `extra_info.messages`.
     """
     for name in columns:
-        # A name with a dot may be that of a column, or the path to a field of a column.
+        # A name with a dot may be the name of a column, or the path to a field of a column.
         *path, field_name = [name] if name in row else name.split(".")
         # Follow the path to the struct that has the field. The row itself has the columns; None if
         # the row lacks a struct on the path.
@@ -602,7 +602,7 @@ def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> lis
         where: the configuration key, for errors.
 
     Returns:
-        Local files in the order of the names; those of a glob in alphabetical order.
+        Local files in the order of the names. The files of a glob are in alphabetical order.
 
     Raises:
         DataError: there is no name, a file does not exist, a glob matches nothing, or a store
@@ -766,7 +766,7 @@ def make_directory(path: Path, *, where: str) -> Path:
         `path`.
 
     Raises:
-        DataError: it cannot be created.
+        DataError: the directory cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

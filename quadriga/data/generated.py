@@ -96,7 +96,7 @@ class DynamicGenDataset(Dataset):
         # Batch of the last step, with rewards and advantages, for the generator.
         self.batch: DataProto | None = None
         datagen = config.datagen
-        # The generator is created first: reading the files may take long, and its errors come early.
+        # The generator is created first, so that its errors come before the files are read.
         module = import_file(str(datagen.path), _WHERE)
         cls = member_of(module, str(datagen.name), _WHERE, base=AbstractDataGenerator)
         self.data_generator = cls(datagen)

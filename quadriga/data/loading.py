@@ -98,7 +98,7 @@ class RowLoader(StatefulDataLoader):
         """Continue at a position.
 
         Raises:
-            DataError: the rows differ from those that the state was saved with.
+            DataError: the rows differ from the rows that the state was saved with.
         """
         # A copy, because `pop` below must not change the caller's dictionary.
         state = dict(state_dict)
@@ -148,7 +148,7 @@ def create_rl_dataset(
         data_paths: a path, a glob, a URL, or a list of these.
         data_config: the section `data`.
         tokenizer: renders and tokenizes prompts.
-        processor: of a vision-language model. None: prompts are text.
+        processor: processor of a vision-language model. None: prompts are text.
         is_train: whether the rows are for training, else for validation.
         max_samples: most rows to use; -1 for all.
         context: the tools that are rendered into prompts, and the size of the model's vocabulary.
@@ -174,7 +174,7 @@ def create_rl_dataset(
         module = import_file(custom.path, custom_key)
         cls = member_of(module, custom.name, custom_key, base=Dataset)
         _check_hooks(cls, custom_key)
-    # A user's class need not have these parameters: only those that it has are passed.
+    # A user's class need not have these parameters: only arguments that it takes are passed.
     options = accepted_arguments(
         cls, {"is_train": is_train, "max_samples": max_samples, "context": context}
     )
@@ -207,10 +207,10 @@ def create_rl_dataset(
 
 
 def _check_hooks(cls: type, where: str) -> None:
-    """Raise a ConfigError if a user's data set lacks a method, or has one that is never called.
+    """Raise a ConfigError if a user's data set lacks a method, or has a method that is never called.
 
-    The latter is a class that derives from this package's `RLHFDataset` and has a method that only
-    verl's class of the same name calls.
+    A method is never called if it belongs to verl's `RLHFDataset`, and the user's class derives from
+    the class of this name in this package.
 
     Args:
         cls: the user's class.

@@ -118,7 +118,7 @@ def with_parts(
 def _take_media(
     parts: list[dict[str, Any]], kind: str, row_media: Sequence[Any], where: str
 ) -> list[Any]:
-    """List the images or videos of a chat, those in its parts and those from the row's columns.
+    """List the images or videos of a chat, which come from its parts and from the row's columns.
 
     Args:
         parts: the content parts of a chat. Images and videos that they hold are removed in place.

@@ -113,7 +113,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def read_picture(value: Any, *, folder: Path, where: str) -> Any:
-    """Read an image in RGB, turned upright by its EXIF orientation, transparency over white.
+    """Read an image as RGB: turned upright by its EXIF orientation, transparent parts on white.
 
     Args:
         value: a path or a `file://` URL; bytes of an image file; a dictionary with `bytes`, `path`,
@@ -161,7 +161,7 @@ def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
     """
     with _open_picture(find_source(value, folder, where, "image", _FORMS), where) as picture:
         width, height = picture.size
-        # The size in the header is that of the stored pixels, before they are turned upright.
+        # The header has the size of the stored pixels, before the image is turned upright.
         orientation = picture.getexif().get(ExifTags.Base.Orientation)
     return (width, height) if orientation in _SIDEWAYS_ORIENTATIONS else (height, width)
 
@@ -171,7 +171,7 @@ def _open_picture(source: Any, where: str) -> Iterator[Any]:
     """Context manager: open an image and yield it; a `PIL.Image.Image` is yielded as it is.
 
     Args:
-        source: from `find_source`.
+        source: a file, the bytes of one, or an image, from `find_source`.
         where: the row and the number of the image, for errors.
 
     Raises:

@@ -150,11 +150,11 @@ class PromptMeter:
                 errors.append(error)
                 prompt = _RenderedPrompt(text="", num_media_tokens=BAD, notes=0, order=0)
             prompts.append(prompt)
-        # Tokens of images and videos are added below, so those of the text have to be exact.
+        # Tokens of images and videos are added below, so the count of the text has to be exact.
         limit = None if self.processor else self.limit
         least, most = self.encoder.counter.bounds([prompt.text for prompt in prompts], limit).T
-        # Without a limit both bounds are the exact count. With one, both are on the same side of it:
-        # take the bound that is closer to the limit.
+        # Without a limit both bounds are the exact count. With a limit, both are on the same side of
+        # the limit: take the closer one.
         counts = most if limit is None else np.where(least > limit, least, most)
 
         media_counts = np.array([prompt.num_media_tokens for prompt in prompts], dtype=np.int64)
@@ -177,7 +177,7 @@ class PromptMeter:
         columns = [name for name in dict.fromkeys(names) if name in table.columns]
         if table.schema is None or "extra_info" not in columns:
             return columns
-        # `_render` only checks that its values are dictionaries, which those of a struct always are.
+        # `_render` only checks that `extra_info` is a dictionary, as each value of a struct column is.
         if pa.types.is_struct(table.schema.field("extra_info").type):
             columns.remove("extra_info")
         return columns
@@ -244,7 +244,7 @@ class PromptMeter:
         # Then compare with the text without tools: if it is equal, the template ignores them.
         names_all_tools = tools and all(name in str(messages) for name in tool_names)
         if names_all_tools and text == self.encoder.render(messages, where=prompt_place):
-            # A tool is named by its name as a word, not by a part of a longer one. With `re.ASCII`,
+            # Is any name in the text as a word, and not only within a longer word? With `re.ASCII`,
             # letters of other scripts separate words.
             names = "|".join(map(re.escape, tool_names))
             named = re.search(rf"(?<!\w)(?:{names})(?!\w)", text, re.ASCII)
@@ -376,7 +376,7 @@ def _measure_file(table: RowTable, meter: PromptMeter, num_workers: int) -> Meas
     with waiting(f"the token counts of {table.path}", progress):
         if num_workers > 1:
             _measure_in_processes(table, meter, batches, num_workers, results)
-        # With one worker, or if the other processes are unusable, all batches are measured here.
+        # Measure here what other processes have not: with one worker, or if they are unusable.
         for number, rows in enumerate(batches):
             if number not in results:
                 results[number] = meter.measure(table, rows)
@@ -556,7 +556,11 @@ def main(connection_fd: int) -> None:
 
 
 def _answer_requests(connection: Connection) -> None:
-    """Answer the driver: first whether this process is usable, then each batch."""
+    """Answer the driver: first whether this process is usable, then each batch.
+
+    Raises:
+        EOFError: the driver has closed the pipe.
+    """
     meter_and_table = connection.recv_bytes()
     try:
         meter, table = pickle.loads(meter_and_table)

@@ -38,8 +38,8 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         chosen     the better response: text, a list with the assistant's message, or a whole chat
         rejected   the worse one, in the same form
 
-    Tokens are those that a rollout would have: the rendered prompt, then the response up to its end
-    of sequence. Arguments as for `TokenizedRows`.
+    The tokens are the same as in a rollout: the rendered prompt, then the response up to the end of
+    sequence. Arguments as for `TokenizedRows`.
 
     Raises:
         DataError: also for a pair of equal responses, from which nothing can be learned.

@@ -115,7 +115,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         data_files: as for `FileDataset`.
         tokenizer: as for `FileDataset`.
         config: the section `data`.
-        processor: of a vision-language model. None: rows are text.
+        processor: processor of a vision-language model. None: rows are text.
         is_train: as for `FileDataset`.
         stop_token_ids: tokens that end a response, besides the tokenizer's end of sequence.
         vocabulary_size: rows of the model's embedding, if the tokenizer has ids that are too large
@@ -311,7 +311,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all tokens, and of the images and videos: of their file and row."""
+        """Hash of all tokens. Images and videos count by the content of the data file and the row."""
         digest = hashlib.sha256()
         for *arrays, media in self.rows:
             for values in arrays:
@@ -473,7 +473,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
             The expanded token ids of each piece.
 
         Raises:
-            DataError: the number of such tokens differs from that of the images or videos.
+            DataError: there are more or fewer such tokens than images or videos.
         """
         processor = self.processor
         if processor is None:

@@ -48,7 +48,7 @@ class _RowBlock(RLHFDataset):
         return table
 
     def open(self, table: RowTable, bad_lines: list[DataError]) -> None:
-        """Replace the rows by those of another block.
+        """Replace the rows in memory by the rows of another block.
 
         Args:
             table: the rows of the block.
@@ -204,7 +204,7 @@ class StreamedDataset(Dataset):
             self._latest_usable_pass = pass_number
         self._order = np.arange(len(self.block))
         if self.config.shuffle:
-            # Seeded by the place of the block: the state need not have that of a random generator.
+            # Seeded by the place of the block, so a state need not have a random generator's state.
             rng = np.random.default_rng([self.config.seed, *self._place.values()])
             self._order = rng.permutation(self._order)
 
@@ -216,7 +216,7 @@ class StreamedDataset(Dataset):
         """Continue at the block whose place was saved.
 
         Raises:
-            DataError: the sizes of the files or of blocks differ from those of the state.
+            DataError: the size of a file or of blocks has changed since the state was saved.
         """
         if state["files"] != self._file_facts():
             raise DataError(

@@ -90,7 +90,7 @@ class TokenCounter:
             added.sort(key=len, reverse=True)
             self._special_tokens_pattern = re.compile(b"|".join(map(re.escape, added)))
             self._begins_special_token = np.isin(np.arange(256), [token[0] for token in added])
-            # Counts must be those of whole pieces.
+            # Truncation and padding would change the number of tokens of a piece.
             self._backend.no_truncation()
             self._backend.no_padding()
 

@@ -105,7 +105,7 @@ def check_tokenizer(
 
     Args:
         tokenizer: changed in place.
-        name: its name, for errors and notices.
+        name: name of the tokenizer, for errors and notices.
         has_template: whether the caller has a chat template of its own. Then the tokenizer needs
             none, and none is checked.
 
@@ -117,7 +117,7 @@ def check_tokenizer(
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         raise DataError(
             where,
-            got="a vocabulary without a token, which transformers makes of a folder without one",
+            got="an empty vocabulary, which transformers makes of a folder without tokenizer files",
             expected="tokenizer.json, or the files of another kind of tokenizer",
             fix="Copy them there, or set data.tokenizer to a folder that has them.",
         )
@@ -143,7 +143,7 @@ def check_tokenizer(
         raise DataError(
             where,
             got="no chat template",
-            expected="one, to turn chat messages into text",
+            expected="a chat template, which turns messages into text",
             fix=f"Set {_TEMPLATE_KEY}, or use the tokenizer of an instruct model.",
         )
     if _ignores_messages(tokenizer):
@@ -151,8 +151,8 @@ def check_tokenizer(
         raise DataError(
             f"chat template of {where}",
             got=f"{template}, which writes the same whatever the messages say",
-            expected="one that writes their content",
-            fix=f"Correct it, or set {_TEMPLATE_KEY} to another one.",
+            expected="a template that writes the content of messages",
+            fix=f"Correct it, or set {_TEMPLATE_KEY} to another template.",
         )
 
 
@@ -530,7 +530,7 @@ def require_embedded(
 
     Args:
         token_ids: ids of a text.
-        vocabulary_size: rows of the embedding. None: every token of the tokenizer has one.
+        vocabulary_size: rows of the embedding. None: it has a row for every token.
         tokenizer: names the token in the error.
         where: file and row, for errors.
 

@@ -91,7 +91,7 @@ class Clip:
 
         Args:
             frames: [T, 3, H, W] uint8.
-            metadata: from `metadata()` of the original clip.
+            metadata: what `metadata()` of the original clip returned.
 
         Returns:
             The clip with its frames.
@@ -133,7 +133,7 @@ class FrameRules:
         writes_times: whether the prompt writes the time of each patch along time as text, between
             the tokens of the patches.
         limits_whole_clip: whether `min_pixels` and `max_pixels` limit the pixels of all frames
-            together. Otherwise they limit those of each frame.
+            together. Otherwise they limit the pixels of each frame.
         fps: frames that are taken of each second.
         min_frames: fewest frames that are taken of a video.
         max_frames: most frames that are taken of a video.
@@ -335,7 +335,7 @@ class FrameRules:
             The numbers of the frames.
         """
         last = video.num_frames - 1
-        # As in transformers, which knows the duration of a file, and estimates that of other videos.
+        # As in transformers, which knows the duration of a file, and estimates it for other videos.
         duration_s = video.num_frames / fps if video.source else round(last / fps) + 1
         max_count = int(max_duration_s * self.fps)
         if duration_s <= max_duration_s:

@@ -116,7 +116,7 @@ class VisionProcessor:
 
     @property
     def media_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens of images and videos, and of those before and after a video."""
+        """Ids of the tokens of images and videos, and of the tokens before and after a video."""
         ids = [self.image_token_id]
         if self.video_token_id is not None:
             ids.append(self.video_token_id)
@@ -160,7 +160,7 @@ class VisionProcessor:
             if self.tokens_per_second is not None:
                 seconds = []
                 for clip in clips:
-                    # The rate of the frames in the clip; `clip.fps` is that of the whole video.
+                    # The rate of the frames in the clip; `clip.fps` is the rate of the whole video.
                     rate = len(clip.indices) / clip.num_frames * clip.fps
                     seconds.append(rules.temporal_patch_size / rate)
                 inputs["second_per_grid_ts"] = torch.tensor(seconds)
@@ -324,7 +324,7 @@ class VisionProcessor:
                 where,
                 got="a prompt that ends with an image or a video",
                 expected="text behind it, as chat templates write it",
-                fix="Set data.apply_chat_template_kwargs.add_generation_prompt, or end with text.",
+                fix="Set data.apply_chat_template_kwargs.add_generation_prompt=true, or end with text.",
             )
         inputs = self.inputs(pictures, clips, where=where)
         image_grids = inputs.get("image_grid_thw", torch.zeros(0, 3))
@@ -687,7 +687,7 @@ def read_media(
 
     Args:
         media: two lists, the images and the videos of the row; both empty without a processor.
-        processor: of the vision-language model.
+        processor: processor of the vision-language model. None: the model takes text only.
         config: the section `data`.
         folder: folder of the data file, where relative paths start.
         where: file and row, for errors.

@@ -86,7 +86,7 @@ class GradingRound:
 
         Args:
             key: position of the sample in the round.
-            outcome: its outcome.
+            outcome: outcome of the sample.
         """
         with self.lock:
             if self.done.done():
@@ -384,7 +384,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
     def _requeue_calls(
         self, process: GradingProcess, under_way: dict[int, _GradingCall], fatal: Outcome | None
     ) -> None:
-        """Put calls without an outcome back in the queue, and record the one that ended the process.
+        """Put calls without an outcome back in the queue, and record `fatal` for the call that it is of.
 
         Args:
             process: the process, which may have ended.

@@ -246,9 +246,9 @@ class GradingProcess:
 
         Returns:
             The content of the message: `(number, outcome)` for GRADED, `(is_async, accepted)` for
-            READY. An `Outcome` if the process was too late or has ended: that of the sample that is
-            to blame, or of the kind "skipped" if none is. The process has been stopped then. None
-            if a coroutine function has no outcome yet.
+            READY. An `Outcome` if the process was too late or has ended, and has been stopped: the
+            outcome of the sample that is to blame, or of the kind "skipped" if none is. None if a
+            coroutine function has no outcome yet.
 
         Raises:
             QuadrigaError: the score function or a grader's library cannot be loaded.

@@ -227,7 +227,7 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
 
     Raises:
         RewardError: no manager has that name, or its class takes other arguments.
-        ConfigError: its file cannot be imported, or its options are wrong.
+        ConfigError: the manager's file cannot be imported, or its options are wrong.
     """
     cls = get_reward_manager_cls(config.reward_model.reward_manager)
     # Classes that are written for verl take the tokenizer first, and cannot be used as they are.

@@ -277,14 +277,15 @@ def _set_resource_limits(limits: ResourceLimits) -> None:
 def _drop_capabilities() -> None:
     """Drop all capabilities.
 
-    A process that was root keeps the one to read any file: its interpreter may be in a folder that
-    only root can read.
+    A process that was root keeps the capability to read any file: its interpreter may be in a folder
+    that only root can read.
     """
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     # Two sets of words: effective, permitted and inheritable capabilities 0 to 31, then 32 to 63.
     sets = (ctypes.c_uint32 * 6)()
     make_call("capget", ctypes.byref(header), ctypes.byref(sets))
     capability = 0
+    # The process was root before `_take_own_user`.
     if os.getuid() >= _FIRST_USER:
         permitted = sets[1]
         # The second capability includes the first, and is kept only if the first is missing.

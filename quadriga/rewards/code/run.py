@@ -326,7 +326,7 @@ def _run_remote_case(
             server.url, got=f"SandboxError: {reply.get('message')}", expected="Success or Failed"
         )
 
-    # Take the outcome of the compilation if it failed, else that of the run.
+    # If the compilation failed, its outcome counts, else the outcome of the run.
     step = reply.get("compile_result")
     if not step or (step.get("status") == "Finished" and step.get("return_code") == 0):
         step = reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"}

@@ -226,7 +226,7 @@ class Supervisor:
         return pid
 
     def _become_test(self, index: int, folder: Path, fds: tuple[int, ...]) -> None:
-        """Turn this forked process into that of a test: set its streams and folder, and contain it.
+        """Turn this forked process into the process of a test: set streams and folder, and contain it.
 
         Args:
             index: position of the test.
@@ -301,6 +301,7 @@ class Supervisor:
         """Read which processes are contained, and take the listeners that they send."""
         with suppress(BlockingIOError):
             while True:
+                # A message is the position of a test in 4 bytes, with at most one descriptor.
                 message, listeners, _, _ = socket.recv_fds(self._notices, 4, 1)
                 running = self._running[int.from_bytes(message, "little")]
                 running.is_contained = True
@@ -387,6 +388,7 @@ class Supervisor:
 
     def _send(self) -> None:
         """Send what the grader's pipe takes without blocking; `_wait` sends the rest later."""
+        # Whether `_wait` watches the pipe, because it was full before.
         is_waiting = 1 in self._selector.get_map()
         while self._unsent:
             try:

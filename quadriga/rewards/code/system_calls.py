@@ -170,7 +170,7 @@ def filter_calls(*, may_have_threads: bool) -> int | None:
 
     Returns:
         The listener, a descriptor for `refuse_call` in another process. Each refused call waits
-        until the other process answers. None: the process has a listener already, that of a
+        until the other process answers. None: the process has a listener already, set by a
         container around it, so the kernel refuses calls itself.
 
     Raises:
@@ -328,9 +328,9 @@ def _instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0
     """Encode a BPF instruction in 8 bytes.
 
     Args:
-        operation: what it does.
-        value: its operand.
-        if_true: of a conditional jump, the number of instructions to skip if the condition holds.
+        operation: what the instruction does.
+        value: operand of the operation.
+        if_true: for a conditional jump, the number of instructions to skip if the condition holds.
         if_false: the number of instructions to skip if it does not hold.
     """
     return struct.pack("=HBBI", operation, if_true, if_false, value)

@@ -316,6 +316,7 @@ class InProcessRewardManager(SampleManager):
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> GradingRound:
         round_ = GradingRound(len(rows), max_failures)
+        # The rows of each call. `map` is lazy, so no call is made after the end of the round.
         calls = [rows] if self._is_batch and rows else [[row] for row in rows]
         for key, outcome in enumerate(chain.from_iterable(map(self._grade, calls))):
             round_.record(key, outcome)
