@@ -296,7 +296,10 @@ class RLHFDataset(FileDataset):
         self._print_summary(measured[rows])
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(
-                self._key, got="bad rows only", expected="a good one", fix="Correct them."
+                self._key,
+                got="bad rows only",
+                expected="at least one good row",
+                fix="Correct the rows.",
             )
         if not self.may_be_empty:
             self._require_named_tools(measured[rows]["notes"])

@@ -171,7 +171,10 @@ class TokenizedRows(FileDataset, Generic[Row]):
             print_bad_rows(self._key, self.bad_rows)
         if not rows and not self.may_be_empty:
             raise DataError(
-                self._key, got="bad rows only", expected="a good one", fix="Correct them."
+                self._key,
+                got="bad rows only",
+                expected="at least one good row",
+                fix="Correct the rows.",
             )
 
         limit = config.max_length

@@ -265,6 +265,7 @@ def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> Re
     if config.actor_rollout_ref.rollout.mode == "sync" or is_model_alone:
         return None
     name = settings.reward_manager
+    # A manager that a user's script has registered is not known in this process.
     if not is_reference(name) and name not in _classes and name not in BUILT_IN:
         return None
     if not getattr(get_reward_manager_cls(name), "grades_early", False):

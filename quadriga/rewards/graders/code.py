@@ -123,8 +123,8 @@ def compute_score(
                 failures[run.index] = failure
             if run.status in _ENDS_PROBLEM or (failure and not use_partial_credit):
                 break
-        # All runs were read. Some may be missing, because the time for all tests was over.
         else:
+            # No `break`: all runs were read. If some are missing, the time for all tests was over.
             if num_passed + len(failures) < len(cases):
                 # Stored under a number beyond all tests, so that the failure of a test comes first.
                 failures[len(cases)] = (
