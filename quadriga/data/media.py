@@ -135,7 +135,8 @@ def _take_media(
     # Removed from the parts, because chat templates expect parts that only mark the places. None: the
     # part holds none.
     media = [part.pop(kind, None) for part in parts if part["type"] == kind]
-    num_from_columns = media.count(None)
+    # Not `media.count(None)`: to compare an array with `==` gives no single truth value.
+    num_from_columns = sum(medium is None for medium in media)
     if num_from_columns != len(row_media):
         tag = TAGS[kind]
         raise DataError(

@@ -357,6 +357,17 @@ def test_parts_leave_text_alone():
     assert with_parts(messages, [], where="") == (messages, [], [])
 
 
+def test_a_part_may_hold_an_array():
+    frames = np.zeros((2, 8, 8, 3), np.uint8)
+    content = [{"type": "video", "video": frames}, {"type": "video"}]
+    messages, _, videos = with_parts(
+        [{"role": "user", "content": content}], [], ["b.mp4"], where=""
+    )
+    assert messages[0]["content"] == [{"type": "video"}, {"type": "video"}]
+    assert videos[0] is frames
+    assert videos[1] == "b.mp4"
+
+
 def test_images_inside_parts(dataset, tmp_path):
     """A path, a file:// URL, bytes, each under the keys that are used for it; between those of the column."""
     image = noise(20, 20)
