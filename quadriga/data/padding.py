@@ -71,8 +71,8 @@ def postprocess_data(
     """Truncate or pad a tokenizer's output to exactly `max_length` columns.
 
     Args:
-        input_ids: [B, L].
-        attention_mask: [B, L]; padding gets 0.
+        input_ids: token ids, [B, L].
+        attention_mask: 1 for tokens and 0 for padding, [B, L].
         max_length: columns of the result.
         pad_token_id: fills `input_ids`.
         left_pad: whether padding is on the left of the tokens. Otherwise it is on the right.

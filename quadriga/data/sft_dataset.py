@@ -810,8 +810,8 @@ def join_parts(
     Args:
         parts: token ids of each part.
         is_response: whether each part is a turn of the assistant.
-        eos_token_id: token that ends a turn; appended to the last one if it has no end. None: the
-            tokenizer has no such token.
+        eos_token_id: token that ends a turn; appended to the last turn if that has no end token.
+            None: the tokenizer has no such token.
         stop_token_ids: further tokens that end a turn. If a response has no end and the next part
             begins with one of these, that token is learned as the end of the response.
 

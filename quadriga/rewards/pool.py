@@ -384,7 +384,10 @@ class GradingPool(AbstractContextManager["GradingPool"]):
     def _requeue_calls(
         self, process: GradingProcess, under_way: dict[int, _GradingCall], fatal: Outcome | None
     ) -> None:
-        """Put calls without an outcome back in the queue, and record `fatal` for the call that it is of.
+        """Put calls without an outcome back in the queue, except one that has ended the process.
+
+        The outcome of the latter, `fatal`, is recorded. But a response that a built-in grader could not
+        grade within the CPU limit is graded once more, as an empty response.
 
         Args:
             process: the process, which may have ended.

@@ -377,6 +377,7 @@ class GradingProcess:
         self.is_ended = True
         end = self._program.close(patience_s=1.0 if is_ending else 0.0)
         if not was_closed:
+            # Show what was printed last, such as a traceback.
             self._output.num_bytes_left = SAMPLE_BYTES
             self._show_output()
             os.close(self._output.fd)

@@ -264,7 +264,7 @@ def read_cases(ground_truth: Any) -> list[Case]:
         if isinstance(tests, Mapping):
             got = f"the keys {sorted(map(str, tests))}"
         raise ValueError(f"ground truth: got {got}, expected a dict with 'inputs' and 'outputs'")
-    # In tables these are arrays of NumPy.
+    # In tables the values are NumPy's arrays.
     inputs = list(tests["inputs"])
     outputs = list(tests["outputs"])
     if len(inputs) != len(outputs) or not inputs:

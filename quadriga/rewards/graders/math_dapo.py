@@ -95,7 +95,7 @@ def normalize(text: str) -> str:
     box = last_box(text)
     text = _TEXT.sub(r"\1", plain_math(text if box is None else box))
     text = _FRACTION.sub(r"\\frac", _LEFT_OUT.sub("", text))
-    # "x = 5" has the answer 5, but "x >= 5" is an answer itself.
+    # "x=5", with a short name, has the answer 5, but "x>=5" is an answer itself.
     name, mark, value = text.rpartition("=")
     if mark and len(name) <= 2 and not name.endswith(("<", ">", "!")):
         text = value
