@@ -408,7 +408,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
             message for message in chat if not isinstance(message.get("content"), str)
         ]
         column = getattr(self.config, self.columns[0])
-        refuse_media(chat_without_texts, media, self.config, where=where, column=repr(column))
+        refuse_media(chat_without_texts, media, self.config, where=where, column=column)
         return chat, [], []
 
     def _render_row(
