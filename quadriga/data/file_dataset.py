@@ -18,7 +18,7 @@ _MAX_LISTED = 20
 
 
 def print_bad_rows(key: str, errors: Sequence[DataError]) -> None:
-    """Print how many rows are left out, and the errors of the first of them.
+    """Print how many rows are left out, and the errors of the first `_MAX_LISTED` ones.
 
     Args:
         key: configuration key of the files.

@@ -211,7 +211,8 @@ class PromptMeter:
         if processor is not None:
             counts, clips = processor.media_sizes(media, config, folder=folder, where=where)
             counts += [len(processor.video_ids(clip, self.encoder.encode)) for clip in clips]
-            # The rendered text already has one token for each image and video.
+            # `counts` has the tokens of each image and video. The rendered text already has one token
+            # for each.
             num_media_tokens = sum(counts) - len(counts)
 
         prompt_place = f"{where}, column {config.prompt_key!r}"
@@ -522,7 +523,8 @@ def _failed_batch_error(failure: Failed, table: RowTable, rows: range) -> DataEr
         f"{table.path} rows {first} to {last}",
         got=failure.reason,
         expected="prompts whose tokens can be counted",
-        fix="The tokenizer or its chat template raised it; --traceback shows where.",
+        fix="Correct the tokenizer or its chat template, where it was raised; --traceback shows the"
+        " line.",
     )
     error.add_note(f"In the process that counted:\n{failure.trace}")
     return error

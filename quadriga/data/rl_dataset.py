@@ -330,7 +330,7 @@ class RLHFDataset(FileDataset):
             return rows
         if is_shuffled:
             rng = np.random.default_rng(self.config.seed)
-            # Sorted, because the sampler shuffles.
+            # The sample stays in the order of the files: it is the sampler that shuffles.
             return np.sort(rng.choice(rows, size=max_samples, replace=False))
         return rows[:max_samples]
 

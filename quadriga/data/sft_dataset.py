@@ -568,7 +568,8 @@ class TokenizedRows(FileDataset, Generic[Row]):
         length = self.num_tokens(row)
         limit = self.config.max_length
         truncation = self.config.truncation
-        # The constructor drops the rows that are too long, and counts them.
+        # The constructor drops the rows that are too long, and counts them. Supervised tasks name this
+        # key `data.filter_overlong`.
         if length <= limit or self.config.filter_overlong_prompts:
             return row
         # The last field of a row has its images and videos. Truncation might leave half an image.

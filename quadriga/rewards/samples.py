@@ -411,8 +411,8 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
             raise RewardError(
                 "reward",
                 got="no sample with a score",
-                expected="at least one",
-                fix="Is a return missing? None stands for a response without a score.",
+                expected="at least one sample with a score",
+                fix="Let the score function return a number: None means that there is no score.",
             )
     return RewardOutput(scores, extra, metrics)
 

@@ -62,6 +62,7 @@ def compute_score(
     text = normalize(answer)
     is_right = text == truth
     ungradable = ""
+    # The same number may be written in two ways, as in 1,000 and 1000.
     if not is_right and _PLAIN_NUMBER.fullmatch(text) and _PLAIN_NUMBER.fullmatch(truth):
         numbers = find_numbers(text)
         is_right = len(numbers) == 1 and numbers == find_numbers(truth)
