@@ -267,7 +267,7 @@ class GradingProcess:
             except (EOFError, OSError):
                 return self._outcome_of_end()
             if kind == UNUSABLE:
-                raise value
+                raise value  # the error that was raised there
             if kind == BEGUN:
                 # The samples have arrived: from here on, one of them is to blame for an end.
                 self._may_be_gone = False

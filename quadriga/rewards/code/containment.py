@@ -203,11 +203,14 @@ def confine(
     Raises:
         OSError: the kernel refuses a step. The program must not begin then.
     """
+    # The order is that of the list at the top of this file.
     parent_pid = os.getppid()
     are_threads_counted = _take_own_user(folder)
     _set_resource_limits(limits)
     _drop_capabilities()
+    # A change of the user has reset this setting.
     die_with_parent(parent_pid)
+    # Without this, Landlock and the filter of system calls need more rights.
     make_call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     # Other processes of the same user, such as other programs, must not read this one's memory.
     make_call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
