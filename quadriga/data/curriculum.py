@@ -227,7 +227,8 @@ class SuccessRateSampler(AbstractCurriculumSampler):
                 fix="Derive the data set from RLHFDataset, or return `item` from __getitem__.",
             )
         scores = batch.batch["token_level_scores"].sum(-1).numpy().astype(np.float64)
-        # `acc` is a column if all responses have it; otherwise it is among what each grader returned.
+        # `acc` is a column if all responses have it; otherwise it is among what each grader
+        # returned.
         accuracies = batch.non_tensor_batch.get("acc")
         if accuracies is None:
             extras = batch.non_tensor_batch.get("reward_extra", ())

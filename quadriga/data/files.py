@@ -283,7 +283,8 @@ def read_table(
         if cache_dir is None or num_bytes < MAPPED_BYTES:
             rows = pa.Table.from_batches(batches, schema)
         else:
-            # The key depends on the content and not on the path, so copies of a file share an entry.
+            # The key depends on the content and not on the path, so copies of a file share an
+            # entry.
             digest = _file_digest(path)
             identity = f"{digest} {path.suffix} {pa.__version__}"
             key = hashlib.sha256(identity.encode()).hexdigest()[:32]
@@ -573,8 +574,8 @@ def _read_json_texts(path: Path) -> Iterator[tuple[str, bytes]]:
         file.seek(first_byte)
 
         if path.suffix.lower() != ".json" or first_character != b"[":
-            # Lines of a binary file end at "\n" only. `str.splitlines` would also end them at U+2028
-            # and U+0085, which a JSON string may contain.
+            # Lines of a binary file end at "\n" only. `str.splitlines` would also end them at
+            # U+2028 and U+0085, which a JSON string may contain.
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"line {number}", line
@@ -869,7 +870,8 @@ def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, whe
             value = jsonable(row, methodcaller("tolist"))
             lines.append(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
         suffix = "jsonl"
-        # UTF-8 cannot hold half a surrogate pair: it becomes an escape such as `\ud800`, as in JSON.
+        # UTF-8 cannot hold half a surrogate pair: it becomes an escape such as `\ud800`, as in
+        # JSON.
         content = "".join(lines).encode("utf-8", "backslashreplace")
     except (TypeError, AttributeError):
         suffix = "parquet"

@@ -105,7 +105,8 @@ class DynamicGenDataset(Dataset):
         file_rows = RLHFDataset(data_files, max_samples=max_samples, **options)
         self.processor = file_rows.processor
         self._make_part = partial(_GeneratedRows, **options)
-        # One data set for the rows of the files, then one for the rows of each call of the generator.
+        # One data set for the rows of the files, then one for the rows of each call of the
+        # generator.
         self.parts = [file_rows]
         # For each part, the number of rows in it and all parts before it.
         self._ends = [len(file_rows)]

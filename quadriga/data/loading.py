@@ -193,8 +193,8 @@ def create_rl_dataset(
         "processor": processor,
         **options,
     }
-    # Checked before the call, so that a TypeError raised inside `__init__` is not mistaken for wrong
-    # parameters.
+    # Checked before the call, so that a TypeError raised inside `__init__` is not mistaken for
+    # wrong parameters.
     try:
         signature(cls).bind(**arguments)
     except TypeError as error:
@@ -289,7 +289,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
     is_shuffled = data_config.shuffle if is_train else data_config.validation_shuffle
     if is_shuffled:
         _require_rows(len(dataset), dataset, data_config)
-        # The sampler has its own generator, so other draws of random numbers do not change the order.
+        # The sampler has its own generator, so other draws of random numbers do not change the
+        # order.
         return RandomSampler(dataset, generator=torch.Generator().manual_seed(data_config.seed))
     return SequentialSampler(dataset)
 
@@ -407,7 +408,8 @@ def create_dataloader(
             worker_init_fn=_begin_worker,
             collate_fn=collate or collate_fn,
             drop_last=drop_last,
-            # Without this generator, each start of the loader would draw from torch's global one. A resumed run starts
-            # the loader once more than an uninterrupted run, so its later random numbers would differ.
+            # Without this generator, each start of the loader would draw from torch's global one. A
+            # resumed run starts the loader once more than an uninterrupted run, so its later random
+            # numbers would differ.
             generator=torch.Generator().manual_seed(config.seed),
         )

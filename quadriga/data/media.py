@@ -132,8 +132,8 @@ def _take_media(
     Raises:
         DataError: `row_media` are fewer or more than the parts that hold none.
     """
-    # Removed from the parts, because chat templates expect parts that only mark the places. None: the
-    # part holds none.
+    # Removed from the parts, because chat templates expect parts that only mark the places. None:
+    # the part holds none.
     media = [part.pop(kind, None) for part in parts if part["type"] == kind]
     # Not `media.count(None)`: to compare an array with `==` gives no single truth value.
     num_from_columns = sum(medium is None for medium in media)

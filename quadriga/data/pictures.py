@@ -258,7 +258,8 @@ def _format_of(source: Path | io.BytesIO) -> str:
     else:
         with source.open("rb") as file:
             first_bytes = file.read(16)
-    # For each format, Pillow has a function that reads images and one that recognizes their beginning.
+    # For each format, Pillow has a function that reads images and one that recognizes their
+    # beginning.
     for name, (_, accepts) in Image.OPEN.items():
         with suppress(IndexError, struct.error):
             if accepts is not None and accepts(first_bytes):
@@ -306,7 +307,8 @@ def _medium_in_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
         without their values, which the caller refuses with an error that shows the keys.
     """
     values = without_nulls(fields)
-    # Keys such as `min_pixels` and `resized_height`, by which other libraries set the size of an image.
+    # Keys such as `min_pixels` and `resized_height`, by which other libraries set the size of an
+    # image.
     size_keys = [name for name in values if "pixels" in name or "resized" in name]
     if size_keys:
         raise DataError(
@@ -315,7 +317,8 @@ def _medium_in_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
             expected=f"no key that sets the size of a single {kind}",
             fix=f"Remove it; data.mm_processor_kwargs.min_pixels and max_pixels hold for all {kind}s.",
         )
-    # Bytes first: data sets of Hugging Face also have a `path`, where the file was on another machine.
+    # Bytes first: data sets of Hugging Face also have a `path`, where the file was on another
+    # machine.
     for name in ("bytes", "path", kind, "url"):
         if name in values:
             return values[name]

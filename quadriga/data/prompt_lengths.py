@@ -153,8 +153,8 @@ class PromptMeter:
         # Tokens of images and videos are added below, so the count of the text has to be exact.
         limit = None if self.processor else self.limit
         least, most = self.encoder.counter.bounds([prompt.text for prompt in prompts], limit).T
-        # Without a limit both bounds are the exact count. With a limit, both are on the same side of
-        # the limit: take the closer one.
+        # Without a limit both bounds are the exact count. With a limit, both are on the same side
+        # of the limit: take the closer one.
         counts = most if limit is None else np.where(least > limit, least, most)
 
         media_counts = np.array([prompt.num_media_tokens for prompt in prompts], dtype=np.int64)
@@ -177,7 +177,8 @@ class PromptMeter:
         columns = [name for name in dict.fromkeys(names) if name in table.columns]
         if table.schema is None or "extra_info" not in columns:
             return columns
-        # `_render` only checks that `extra_info` is a dictionary, as each value of a struct column is.
+        # `_render` only checks that `extra_info` is a dictionary, as each value of a struct column
+        # is.
         if pa.types.is_struct(table.schema.field("extra_info").type):
             columns.remove("extra_info")
         return columns
@@ -211,8 +212,8 @@ class PromptMeter:
         if processor is not None:
             counts, clips = processor.media_sizes(media, config, folder=folder, where=where)
             counts += [len(processor.video_ids(clip, self.encoder.encode)) for clip in clips]
-            # `counts` has the tokens of each image and video. The rendered text already has one token
-            # for each.
+            # `counts` has the tokens of each image and video. The rendered text already has one
+            # token for each.
             num_media_tokens = sum(counts) - len(counts)
 
         prompt_place = f"{where}, column {config.prompt_key!r}"
@@ -241,8 +242,9 @@ class PromptMeter:
             notes |= CONTINUED
         if tools:
             notes |= WITH_TOOLS
-        # If the messages themselves name every tool, the check above says nothing about the template.
-        # Then compare with the text without tools: if it is equal, the template ignores them.
+        # If the messages themselves name every tool, the check above says nothing about the
+        # template. Then compare with the text without tools: if it is equal, the template ignores
+        # them.
         names_all_tools = tools and all(name in str(messages) for name in tool_names)
         if names_all_tools and text == self.encoder.render(messages, where=prompt_place):
             # Is any name in the text as a word, and not only within a longer word? With `re.ASCII`,

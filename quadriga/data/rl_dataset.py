@@ -104,7 +104,8 @@ class RLHFDataset(FileDataset):
         _check_columns(self._tables, required_columns, config)
         # All columns that any file has, in the order in which they first appear.
         self._columns = list(dict.fromkeys(chain(*(table.columns for table in self._tables))))
-        # Rows are numbered over all files. For each file, the number of rows in it and all before it.
+        # Rows are numbered over all files. For each file, the number of rows in it and all before
+        # it.
         self._file_ends = np.cumsum([len(table) for table in self._tables])
         moved_columns = sorted((RESERVED & {*self._columns}) - {config.prompt_key})
         if moved_columns:
@@ -378,8 +379,8 @@ class RLHFDataset(FileDataset):
         if len(long_rows_with_tools):
             self._refuse_long_tools(int(long_rows_with_tools[0]))
         if config.truncation == "error" or self.processor is not None:
-            # Fetching an overlong row raises its error. `__getitem__` reads `_rows`, which the caller
-            # sets to all rows in use afterwards.
+            # Fetching an overlong row raises its error. `__getitem__` reads `_rows`, which the
+            # caller sets to all rows in use afterwards.
             self._rows = rows[is_long]
             with waiting(f"{len(self)} rows of {self._key} to be tried"):
                 for item in range(len(self)):

@@ -568,8 +568,8 @@ class TokenizedRows(FileDataset, Generic[Row]):
         length = self.num_tokens(row)
         limit = self.config.max_length
         truncation = self.config.truncation
-        # The constructor drops the rows that are too long, and counts them. Supervised tasks name this
-        # key `data.filter_overlong`.
+        # The constructor drops the rows that are too long, and counts them. Supervised tasks name
+        # this key `data.filter_overlong`.
         if length <= limit or self.config.filter_overlong_prompts:
             return row
         # The last field of a row has its images and videos. Truncation might leave half an image.
@@ -656,7 +656,8 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         eos = self.tokenizer.eos_token_id
         joined = join_parts(tokens, is_response, eos, self.stop_token_ids)
 
-        # Each response should have one end token among its learned tokens; missing ones are counted.
+        # Each response should have one end token among its learned tokens; missing ones are
+        # counted.
         num_ends = 0
         if eos is not None:
             learned_ids = joined.ids[joined.is_learned]
@@ -834,7 +835,8 @@ def join_parts(
             end_positions = [position for position, token in enumerate(tokens) if token in end_ids]
             is_open = not end_positions
             num_learned = len(tokens) if is_open else end_positions[-1] + 1
-            # The whole sequence ends with an end token: add it, or cut what the template wrote after it.
+            # The whole sequence ends with an end token: add it, or cut what the template wrote
+            # after it.
             is_last = number == len(parts) - 1
             if is_last and eos_token_id is not None:
                 tokens = [*tokens, eos_token_id] if is_open else tokens[:num_learned]

@@ -33,8 +33,9 @@ _BEFORE = 2  # before the first of them
 
 # The regular expression that is built into the pre-tokenizer `ByteLevel` of the tokenizers library.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Syntax of the expressions that are understood here: a character class such as `[^\s\p{L}]`, a group
-# of words in upper or lower case such as `(?i:'s|'t)`, an alternative, and a part of an alternative.
+# Syntax of the expressions that are understood here: a character class such as `[^\s\p{L}]`, a
+# group of words in upper or lower case such as `(?i:'s|'t)`, an alternative, and a part of an
+# alternative.
 _CLASS = r"\[(?:\\.|[^\]\\])+\]"
 _GROUP = r"\(\?i:[A-Za-z']+(?:\|[A-Za-z']+)*\)"
 _ALTERNATIVE = re.compile(rf"(?:{_CLASS}|{_GROUP}|\\.|\((?!\?i:)[^()]*\)|[^|()\[\]\\])+")
@@ -172,8 +173,8 @@ class TokenCounter:
             """
             return np.bincount(owners, values[codes], minlength=len(texts)).astype(np.int64)
 
-        # Second bounds, for the texts whose pieces were looked up: an unknown piece still has at least
-        # one token, and at most one for each byte.
+        # Second bounds, for the texts whose pieces were looked up: an unknown piece still has at
+        # least one token, and at most one for each byte.
         is_undecided = np.bincount(owners, minlength=len(texts)) > 0
         narrower = np.stack([sum_by_text(np.maximum(counts, 1)), sum_by_text(max_counts)], axis=1)
         bounds[is_undecided] = narrower[is_undecided]
@@ -275,9 +276,9 @@ def find_cuts(description: Mapping[str, Any]) -> np.ndarray | None:
     """
     alternatives = _parse_alternatives(_splitting_pattern(description))
     texts = {tuple(part.text for part in parts) for parts in alternatives}
-    # These two alternatives split a run of white space before its last space, if a word follows: the
-    # space then belongs to the word. A text may be cut before that space if the conditions below
-    # hold too.
+    # These two alternatives split a run of white space before its last space, if a word follows:
+    # the space then belongs to the word. A text may be cut before that space if the conditions
+    # below hold too.
     if not texts >= {(_ALL_BUT_LAST_SPACE,), (_SPACE_RUN,)}:
         return None
     # A match must have a space only as its first character, unless it is white space alone.
@@ -289,8 +290,8 @@ def find_cuts(description: Mapping[str, Any]) -> np.ndarray | None:
     table = np.zeros((256, 256), dtype=np.uint8)
     is_word = np.zeros(256, dtype=bool)
     is_word[0x21:0x7F] = True
-    # First bytes in UTF-8 of characters beyond ASCII. Left out are first bytes of white space, such as
-    # 0xC2 of U+00A0 and 0xE3 of U+3000.
+    # First bytes in UTF-8 of characters beyond ASCII. Left out are first bytes of white space, such
+    # as 0xC2 of U+00A0 and 0xE3 of U+3000.
     is_word[0xC3:0xE0] = True
     is_word[0xE4:0xF5] = True
     table[_SPACE, is_word] = _BEFORE
@@ -315,12 +316,14 @@ def _splitting_pattern(description: Mapping[str, Any]) -> str:
     model = description["model"]
     if model.get("type") != "BPE" or model.get("dropout"):
         return ""
-    # NFC never joins an ASCII character with the character before it, so it allows cuts before ASCII.
+    # NFC never joins an ASCII character with the character before it, so it allows cuts before
+    # ASCII.
     normalizer = description.get("normalizer") or {"type": "NFC"}
     steps = normalizer.get("normalizers", [normalizer])
     if any(step["type"] != "NFC" for step in steps):
         return ""
-    # With a token for each byte there is no unknown token, which could stand for several characters.
+    # With a token for each byte there is no unknown token, which could stand for several
+    # characters.
     if not model["vocab"].keys() >= _ALPHABET:
         return ""
     # A special token must not change how the text around it is tokenized.
@@ -367,8 +370,8 @@ class _RegexPart(NamedTuple):
     def parse(cls, text: str) -> "_RegexPart":
         """Find out what a part matches. A part that is not understood may match anything."""
         if text in _SPACES:
-            # Only `\s+` matches any single white space; the others need a line break, or depend on what
-            # follows.
+            # Only `\s+` matches any single white space; the others need a line break, or depend on
+            # what follows.
             return cls(
                 text, np.isin(np.arange(128), [*_WHITE_SPACE]), matches_alone=text == _SPACE_RUN
             )
@@ -379,8 +382,8 @@ class _RegexPart(NamedTuple):
         is_repeated = quantifier[:1] in ("*", "+", "{")
         # A quantifier such as `{2,3}` asks for more than one character.
         matches_alone = not re.match(r"\{([2-9]|\d\d)", quantifier)
-        # A group of words, `(?i:...)`, is treated as a class of the letters in them, which may come in
-        # any order and number.
+        # A group of words, `(?i:...)`, is treated as a class of the letters in them, which may come
+        # in any order and number.
         if base.startswith("("):
             letters = base[4:-1].replace("|", "")
             base = f"[{letters}{letters.swapcase()}]"

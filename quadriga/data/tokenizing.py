@@ -280,8 +280,8 @@ class ChatEncoder:
         self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
         ending_keys = {"add_generation_prompt", "continue_final_message"}
         self._may_continue = ending_keys.isdisjoint(template_kwargs)
-        # For each role order that was checked, the roles of two consecutive messages of which the template leaves out
-        # the second. None: it writes all messages.
+        # For each role order that was checked, the roles of two consecutive messages of which the
+        # template leaves out the second. None: it writes all messages.
         self._omitted_pairs: dict[RoleOrder, tuple[str, str] | None] = {}
 
     def render(
@@ -355,7 +355,8 @@ class ChatEncoder:
                 fix="Correct the row or the template, or change data.apply_chat_template_kwargs.",
             ) from error
         try:
-            # Half of a surrogate pair would raise later, in the tokenizer, where the row is not known.
+            # Half of a surrogate pair would raise later, in the tokenizer, where the row is not
+            # known.
             str(text).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]

@@ -265,7 +265,8 @@ class FrameRules:
             frames = [self._resize(frame, clip.size) for frame in video.read(clip.indices)]
             return torch.cat(frames)
 
-        # Part of the key in the cache: other rules may choose other frames of the file, or other sizes.
+        # Part of the key in the cache: other rules may choose other frames of the file, or other
+        # sizes.
         variant = (clip.indices, clip.size)
         frames = DECODED.get(video.source, variant, decode, lambda tensor: tensor.nbytes)
         return replace(clip, frames=frames)
@@ -388,8 +389,8 @@ class FrameRules:
         side = self.patch_size * self.merge_size  # of an embedding, in pixels
         min_pixels = self.min_pixels
         max_pixels = self.max_pixels
-        # Number of frames whose pixels are limited together, and the same rounded to whole patches. As
-        # in transformers, the latter decides whether to scale, the former by how much.
+        # Number of frames whose pixels are limited together, and the same rounded to whole patches.
+        # As in transformers, the latter decides whether to scale, the former by how much.
         num_limited = 1
         num_in_patches = 1
         if self.writes_times:
@@ -411,7 +412,8 @@ class FrameRules:
                 expected=f"sides that differ at most {_MAX_SIDE_RATIO} times",
                 fix="Crop or leave out the video.",
             )
-        # Take the nearest multiples of `side`. If they are outside the limits, scale both sides first.
+        # Take the nearest multiples of `side`. If they are outside the limits, scale both sides
+        # first.
         new_height = round(height / side) * side
         new_width = round(width / side) * side
         num_pixels = num_in_patches * new_height * new_width
@@ -629,8 +631,8 @@ def _decode_frames(
         # Time stamps count from `start`, in units of this many seconds.
         start = stream.start_time or 0
         unit = float(stream.time_base)
-        # Numbers of the key frames, at which decoding can begin. Empty with older versions of PyAV, and
-        # for files without an index.
+        # Numbers of the key frames, at which decoding can begin. Empty with older versions of PyAV,
+        # and for files without an index.
         key_frames = [
             round((entry.timestamp - start) * unit * fps)
             for entry in getattr(stream, "index_entries", ())
@@ -640,7 +642,8 @@ def _decode_frames(
         frame = None
         position = -1  # number of the frame that was decoded last
         for index in indices:
-            # The frame at which decoding would begin after a seek: the last key frame up to `index`.
+            # The frame at which decoding would begin after a seek: the last key frame up to
+            # `index`.
             seek_position = index - _KEY_FRAME_DISTANCE_S * fps
             if key_frames:
                 seek_position = key_frames[max(bisect_right(key_frames, index), 1) - 1]

@@ -331,7 +331,8 @@ class VisionProcessor:
         # Each square of patches becomes one embedding.
         num_embeddings = (image_grids.prod(-1) // self.merge_size**2).int().tolist()
         expanded_ids = self.expand(ids, iter(num_embeddings), iter(clips), encode)
-        # A prompt without images and videos, whose `inputs` are empty, may be truncated by the caller.
+        # A prompt without images and videos, whose `inputs` are empty, may be truncated by the
+        # caller.
         if inputs and len(expanded_ids) > limit:
             raise self._too_long_error(expanded_ids, limit, where, has_videos=bool(clips))
         positions = self.positions(expanded_ids, inputs)
@@ -493,8 +494,8 @@ class VisionProcessor:
             # Called for its error, if the processor takes no videos.
             self.frame_rules("get_rope_index")
         image_grids = [] if image_grid_thw is None else image_grid_thw
-        # For each kind that `_media_kinds` returns (text, image, video), an iterator over the grids of
-        # this kind, each with the number of positions per patch along time.
+        # For each kind that `_media_kinds` returns (text, image, video), an iterator over the grids
+        # of this kind, each with the number of positions per patch along time.
         grids_by_kind = (
             iter(()),
             ((grid, 1.0) for grid in image_grids),
@@ -537,8 +538,8 @@ class VisionProcessor:
         is_image = tokens == self.image_token_id
         is_video = tokens == self.video_token_id
         if self.video_bounds is not None:
-            # Videos use the image token, so a video is found by the tokens before and after it: inside,
-            # one more video has begun than has ended.
+            # Videos use the image token, so a video is found by the tokens before and after it:
+            # inside, one more video has begun than has ended.
             first, last = self.video_bounds
             is_inside = np.cumsum(tokens == first) > np.cumsum(tokens == last)
             is_video = is_image & is_inside
@@ -558,8 +559,8 @@ class VisionProcessor:
         """
         for number, grid in enumerate([] if grids is None else grids):
             if self.frames is not None and self.frames.writes_times:
-                # The text of the times separates the patches of each time, which form a run like that
-                # of an image.
+                # The text of the times separates the patches of each time, which form a run like
+                # that of an image.
                 time = grid[0]
                 frame_grid = torch.stack((torch.ones_like(time), *grid[1:]))
                 for _ in range(int(time)):
@@ -629,8 +630,8 @@ def load_processor(
         ) from error
     video_bounds = None
     if model_type == "glm4v":
-        # GLM-4V's image processor names the limits otherwise, and counts an image once for each frame
-        # of a patch.
+        # GLM-4V's image processor names the limits otherwise, and counts an image once for each
+        # frame of a patch.
         edges = dict(image_processor.size)
         for option, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             if option in sizes:

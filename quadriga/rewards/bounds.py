@@ -20,8 +20,8 @@ MAX_DIGITS = 20_000.0
 # Exponents in 10**exponent are capped at 18 for the same reason.
 _HUGE = 1e18
 
-# Commands for opening and closing brackets, among them those of matrices; commands that only set the
-# size of a bracket; and a pair of bars.
+# Commands for opening and closing brackets, among them those of matrices; commands that only set
+# the size of a bracket; and a pair of bars.
 _OPENING = re.compile(r"\\(?:begin\{[^{}]*\}|[lc]floor|lceil|lbrace|langle|\{)")
 _CLOSING = re.compile(r"\\(?:end\{[^{}]*\}|rfloor|rceil|rbrace|rangle|\})")
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?")

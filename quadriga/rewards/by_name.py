@@ -44,8 +44,8 @@ BATCH_NAMES = {
     name: OPTIONAL_ARGUMENTS.get(name, f"{name}s") for name in (*SAMPLE_ARGUMENTS, *ROW_ARGUMENTS)
 }
 PLURAL_NAMES = tuple(BATCH_NAMES.values())
-# A function with one of these names is called by the names of its arguments. All other names above may
-# also be those of an ordinary `compute_score` (`quadriga.rewards.scoring`).
+# A function with one of these names is called by the names of its arguments. All other names above
+# may also be those of an ordinary `compute_score` (`quadriga.rewards.scoring`).
 _SINGULAR = ("response", *ROW_ARGUMENTS)
 BY_NAME_ONLY = frozenset([*_SINGULAR, *(BATCH_NAMES[name] for name in _SINGULAR)])
 

@@ -369,8 +369,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                     call_s = max(time.monotonic() - process.begun_at, 1e-6)
                     self._call_s += 0.1 * (call_s - self._call_s)
                     continue
-                # For a coroutine function, the process itself applies the time limits. If an outcome
-                # is late all the same, the function does not yield to the process's event loop.
+                # For a coroutine function, the process itself applies the time limits. If an
+                # outcome is late all the same, the function does not yield to the process's event
+                # loop.
                 begun_at = max(process.begun_at, oldest.sent_at)
                 if time.monotonic() > begun_at + timeout_s + _BLOCKED_S:
                     process.stop()

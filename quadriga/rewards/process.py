@@ -58,8 +58,8 @@ SAMPLE_BYTES = 4096
 MINUTE_BYTES = 65536
 """Most bytes of output that are shown in a minute, for all processes of a pool together."""
 
-# How a process ends if a single operation exceeds the CPU limit, as `SupervisedProgram.close` says it
-# (see `cpu_limit`).
+# How a process ends if a single operation exceeds the CPU limit, as `SupervisedProgram.close` says
+# it (see `cpu_limit`).
 OVER_CPU_LIMIT = f"signal {signal.SIGPROF.name}"
 DIED_MESSAGE = "the grading process ended with {} while it graded this sample"
 LATE_MESSAGE = "no score within {:g} s (reward_model.timeout_s)"
@@ -343,8 +343,8 @@ class GradingProcess:
         if remaining_s <= 0:
             return []
         ready_fds = [fd for fd, _ in self._messages.poll(1000 * remaining_s)]
-        # Show output before the caller reads a message, so that it counts for the sample that printed
-        # it.
+        # Show output before the caller reads a message, so that it counts for the sample that
+        # printed it.
         if self._output.fd in ready_fds:
             self._show_output()
         return ready_fds
@@ -550,7 +550,7 @@ async def _grade_concurrently(
             except (EOFError, ConnectionResetError):
                 loop.call_soon_threadsafe(pipe_ended.set_result, None)
 
-    # In a thread, so that samples are read from the pipe even while a score function blocks the event
-    # loop: the driver's `send` must not block.
+    # In a thread, so that samples are read from the pipe even while a score function blocks the
+    # event loop: the driver's `send` must not block.
     threading.Thread(target=receive, daemon=True).start()
     await pipe_ended

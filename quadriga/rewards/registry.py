@@ -45,8 +45,8 @@ class RewardOutput:
     # "reward/errors", "reward/timeouts", "reward/ungradable", "reward/error_rate", and
     # "reward/extra/NAME", the mean of each numeric entry.
     metrics: "dict[str, Metric]" = field(default_factory=dict)
-    # [B] seconds since 1970 at which each response was graded, NaN if not known. Empty: not known for
-    # any response.
+    # [B] seconds since 1970 at which each response was graded, NaN if not known. Empty: not known
+    # for any response.
     graded_at: list[float] = field(default_factory=list)
 
 

@@ -216,9 +216,9 @@ def read_samples(
     _check_columns(data, reward_fn_key, needs_truths=needs_truths)
     responses = data.batch["responses"].cpu()
     response_length = responses.shape[1]
-    # Lengths are by the attention mask, not by the response mask: `solution_str` includes what tools
-    # or users said between the policy's turns. The slice begins at P instead of -T, because a slice
-    # from -0 would not be empty if T is 0.
+    # Lengths are by the attention mask, not by the response mask: `solution_str` includes what
+    # tools or users said between the policy's turns. The slice begins at P instead of -T, because a
+    # slice from -0 would not be empty if T is 0.
     attention_mask = data.batch["attention_mask"].cpu()
     num_prompt_positions = attention_mask.shape[1] - response_length
     lengths = attention_mask[:, num_prompt_positions:].long().sum(dim=-1)
@@ -227,7 +227,8 @@ def read_samples(
     if "response_mask" in data.batch.keys():
         policy_masks = data.batch["response_mask"].cpu().numpy()
 
-    # Token ids of each response without padding, as arrays: these are decoded much faster than tensors.
+    # Token ids of each response without padding, as arrays: these are decoded much faster than
+    # tensors.
     token_ids = [
         row[:length] for row, length in zip(responses.numpy(), lengths.tolist(), strict=True)
     ]
@@ -352,8 +353,8 @@ def allowed_failures(num_samples: int, max_error_rate: float) -> int:
     Returns:
         The number, rounded down.
     """
-    # At a rate of 0.29, 29 samples of 100 may fail, but 0.29 * 100 is 28.999999999999996: add a little
-    # before rounding down.
+    # At a rate of 0.29, 29 samples of 100 may fail, but 0.29 * 100 is 28.999999999999996: add a
+    # little before rounding down.
     return math.floor(num_samples * max_error_rate + 1e-9)
 
 
@@ -384,7 +385,8 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
 
     metrics = _error_metrics(outcomes)
 
-    # The columns to store: the entries that graders returned beside the score, and this package's own.
+    # The columns to store: the entries that graders returned beside the score, and this package's
+    # own.
     extra = {ERROR_COLUMN: object_array(outcome.error for outcome in outcomes)}
     names = dict.fromkeys(chain.from_iterable(outcome.extra for outcome in outcomes))
     # An entry must not overwrite a column of the batch.

@@ -193,8 +193,8 @@ class ScoreFunction:
             if not file.exists():
                 fix = f"There is no such path; the working directory is {Path.cwd()}."
             raise ConfigError(f"{_SECTION}.path", got=self.path, expected="a Python file", fix=fix)
-        # Make the path absolute: the grading processes may have another working directory. The class is
-        # frozen, so the field is set by this detour.
+        # Make the path absolute: the grading processes may have another working directory. The
+        # class is frozen, so the field is set by this detour.
         object.__setattr__(self, "path", str(file))
 
     @property
@@ -284,8 +284,8 @@ class ScoreFunction:
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            # The function does not take this package's names. It may take TRL's names; or data source,
-            # response and truth, where only the name of the second is another one.
+            # The function does not take this package's names. It may take TRL's names; or data
+            # source, response and truth, where only the name of the second is another one.
             names = list(signature.parameters)
             takes_positions = names[:1] == ["data_source"] and names[2:] == ["ground_truth"]
             if not takes_positions and not BY_NAME_ONLY.isdisjoint(names):

@@ -73,9 +73,9 @@ _READ_DIR = 1 << 3
 _REMOVE_FILE = 1 << 5
 _MAKE_REG = 1 << 8
 _TRUNCATE = 1 << 14
-# Rights that a file may have (the others are for folders), rights to read, and rights on the program's
-# own folder. The program may not create sub-folders, links, devices or sockets, so a flat listing of
-# its folder shows everything in it.
+# Rights that a file may have (the others are for folders), rights to read, and rights on the
+# program's own folder. The program may not create sub-folders, links, devices or sockets, so a flat
+# listing of its folder shows everything in it.
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _RIGHTS_TO_READ = _READ_FILE | _READ_DIR
 _RIGHTS_ON_OWN = _RIGHTS_TO_READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE

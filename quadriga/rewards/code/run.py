@@ -29,8 +29,8 @@ from quadriga.rewards.code import containment
 from quadriga.rewards.code.containment import ResourceLimits
 from quadriga.rewards.code.supervisor import COMMAND, HEADER
 
-# Part of the supervisor's import path. The supervisor starts without the site's start-up files, which
-# would find this package in an editable installation.
+# Part of the supervisor's import path. The supervisor starts without the site's start-up files,
+# which would find this package in an editable installation.
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[3])
 _URL = "custom_reward_function.reward_kwargs.code.sandbox_url"
 _MARK = "\n---- quadriga result ----\n"

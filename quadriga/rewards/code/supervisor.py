@@ -50,7 +50,8 @@ COMMAND = (
 )
 """Program text for `python -I -S -c`; the arguments are the import path."""
 
-# Descriptor for the result of a function, apart from the standard output, to which the program prints.
+# Descriptor for the result of a function, apart from the standard output, to which the program
+# prints.
 RESULT_FD = 3
 
 HEADER = struct.Struct("=I8sid4Q")
@@ -106,8 +107,8 @@ def main() -> None:
     containment.die_with_parent(job["grader"])
     case = supervisor.run()
     if case is not None:
-        # This is the forked process of a test. By returning from here it ends like any program, with
-        # exit handlers.
+        # This is the forked process of a test. By returning from here it ends like any program,
+        # with exit handlers.
         execute(job["program"], case)
 
 
@@ -172,8 +173,8 @@ class Supervisor:
         # Bytes of outcomes that the grader's pipe, descriptor 1, has not taken yet.
         self._unsent: deque[memoryview] = deque()
         os.set_blocking(1, False)
-        # Processes of tests report here that they are contained. All write to one socket, so it is of a
-        # type that keeps messages apart.
+        # Processes of tests report here that they are contained. All write to one socket, so it is
+        # of a type that keeps messages apart.
         self._notices, self._notice_sender = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_SEQPACKET
         )
@@ -237,7 +238,8 @@ class Supervisor:
         # First duplicate all beyond their old and new numbers, so that none is overwritten.
         first_free = max(fds) + len(fds)
         moved_fds = [os.dup2(fd, first_free + number) for number, fd in enumerate(fds)]
-        # Close these objects now: later they would close other descriptors that have the same numbers.
+        # Close these objects now: later they would close other descriptors that have the same
+        # numbers.
         for owner in (self._selector, self._notices, self._notice_sender):
             owner.close()
         for number, fd in enumerate(moved_fds):
@@ -245,8 +247,8 @@ class Supervisor:
         os.closerange(len(moved_fds), 4096)
 
         os.chdir(folder)
-        # End the process when it writes beyond the limit on sizes. Python ignores this signal, and then
-        # a program that prints without end could catch an OSError and go on.
+        # End the process when it writes beyond the limit on sizes. Python ignores this signal, and
+        # then a program that prints without end could catch an OSError and go on.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         sys.argv[:] = ["solution.py"]
         sys.path[:] = [str(folder), *self._path]
@@ -413,8 +415,8 @@ def _status(code: int, exceeded: str, cpu_s: float, limits: ResourceLimits) -> s
         cpu_s: CPU time in seconds.
         limits: limits of the test.
     """
-    # The kernel kills a program at the limit of CPU time. It counts in ticks, so `cpu_s` may be a little
-    # below the limit.
+    # The kernel kills a program at the limit of CPU time. It counts in ticks, so `cpu_s` may be a
+    # little below the limit.
     is_out_of_time = code == -signal.SIGKILL and not exceeded and cpu_s >= 0.9 * limits.time_s
     if cpu_s >= limits.time_s or is_out_of_time:
         return "time"

@@ -48,8 +48,8 @@ _CLONE_THREAD = 0x10000
 _NEW_NAMESPACES = 0x7E020080
 
 # Conditions on arguments: (number of a word, mask, values). The filter sees an argument as two
-# words of 32 bits, the low one first: argument 1 has the words 2 and 3. A call is allowed if each of
-# these words, masked, is one of the values beside it.
+# words of 32 bits, the low one first: argument 1 has the words 2 and 3. A call is allowed if each
+# of these words, masked, is one of the values beside it.
 _ON_ITSELF = [(0, _ALL, [_OWN_PID])]
 _ON_ITSELF_OR_0 = [(0, _ALL, [0, _OWN_PID])]
 _ALLOWED_IF = {
@@ -233,7 +233,8 @@ def refuse_call(listener: int) -> str | None:
     call = bytearray(_CALL_BYTES)
     try:
         fcntl.ioctl(listener, _RECEIVE, call)
-        # Of `struct seccomp_notif`, take the id of the notification and the number of the system call.
+        # Of `struct seccomp_notif`, take the id of the notification and the number of the system
+        # call.
         ((notification, number),) = struct.iter_unpack("=Q8xi60x", call)
         fcntl.ioctl(listener, _RESPOND, struct.pack("=QqiI", notification, 0, -errno.EPERM, 0))
     except FileNotFoundError:
@@ -277,8 +278,8 @@ def _search_range(ranges: list[tuple[int, list[bytes]]]) -> list[bytes]:
     first_of_high = ranges[middle][0]
     low = _search_range(ranges[:middle])
     high = _search_range(ranges[middle:])
-    # For a number in the high half, the jump over the low half is taken; otherwise it is skipped. Only
-    # an unconditional jump can go over more than 255 instructions.
+    # For a number in the high half, the jump over the low half is taken; otherwise it is skipped.
+    # Only an unconditional jump can go over more than 255 instructions.
     return [
         _instruction(_AT_LEAST, first_of_high, 0, 1),
         _instruction(_JUMP, len(low)),

@@ -334,8 +334,8 @@ def is_same_result(result: Any, expected: Any) -> bool:
     Returns:
         Whether they are the same.
     """
-    # What the expected output may mean: itself; the value, if it is JSON text; and of both their only
-    # element, if they have just one.
+    # What the expected output may mean: itself; the value, if it is JSON text; and of both their
+    # only element, if they have just one.
     readings = [expected]
     if isinstance(expected, str):
         # Text that is not JSON can only mean itself.

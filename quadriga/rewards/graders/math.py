@@ -138,8 +138,8 @@ def _parse_truth(ground_truth: str) -> list[Any]:
     try:
         with _limited_grading():
             truth = _parse(plain_math(text))
-            # Called for its error: a truth that cannot be compared with itself cannot be compared with
-            # any response.
+            # Called for its error: a truth that cannot be compared with itself cannot be compared
+            # with any response.
             _is_same(truth, truth)
     except (Exception, CPULimitError, UngradableError) as error:
         raise ValueError(f"ground truth: got {ground_truth[:200]!r} ({error}), {hint}") from error

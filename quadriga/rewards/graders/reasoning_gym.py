@@ -97,8 +97,8 @@ def compute_score(
     except (*_PARSING_ERRORS, CPULimitError, MemoryError) as error:
         if not isinstance(error, _PARSING_ERRORS):
             result["ungradable"] = f"{type(error).__name__}: {error}"
-        # If the entry is at fault and not the answer, scoring the entry's own answer raises an error too,
-        # which is passed on.
+        # If the entry is at fault and not the answer, scoring the entry's own answer raises an
+        # error too, which is passed on.
         reference = entry.get("answer")
         if reference is None:
             reference = _EMPTY_ANSWER

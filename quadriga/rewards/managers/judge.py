@@ -424,8 +424,8 @@ def _value_of_place(row: dict[str, Any], place: str) -> str:
     """
     column, _, name = place.partition(".")
     if not name:
-        # Only the text with special tokens may be missing, if `grade_one` is called without it. Then
-        # the text without them stands in for it.
+        # Only the text with special tokens may be missing, if `grade_one` is called without it.
+        # Then the text without them stands in for it.
         return str(row.get(column, row["solution_str"]))
     if name not in row[column]:
         raise ValueError(

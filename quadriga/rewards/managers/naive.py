@@ -100,8 +100,8 @@ class NaiveRewardManager(SampleManager):
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         if self.function.path is None and self.has_grades:
-            # Check each data source once, for the error with its first row: in reversed order, later
-            # entries of the dictionary overwrite earlier ones.
+            # Check each data source once, for the error with its first row: in reversed order,
+            # later entries of the dictionary overwrite earlier ones.
             first_places = {data_source: place for place, data_source, _ in reversed(rows)}
             for data_source, place in first_places.items():
                 grader_name(data_source, f"{place}, its data source")
@@ -231,7 +231,8 @@ def overlong_penalty(
     if not options["enable"]:
         return 0.0, {}
     buffer_length = options["len"]
-    # Tokens beyond `max_length - buffer_length`, where the penalty begins; negative for short responses.
+    # Tokens beyond `max_length - buffer_length`, where the penalty begins; negative for short
+    # responses.
     excess = length - (max_length - buffer_length)
     penalty = min(0.0, -excess / buffer_length * options["penalty_factor"])
     if not options["log"]:
