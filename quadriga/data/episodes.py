@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for an environment that needs no data file: each row is a seed for the environment's `reset`.
+"""Rows for an environment that needs no data file: each row is a seed for `reset`.
 
 seed of row `number` = 2 * hash(data.seed, number) for training, 2 * hash(...) + 1 for validation
 """

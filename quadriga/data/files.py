@@ -372,7 +372,8 @@ def read_blocks(
 
     Args:
         path: a local file.
-        num_rows: most rows of a block. A block of a parquet file also ends where its row group ends.
+        num_rows: most rows of a block. A block of a parquet file also ends where its row group
+            ends.
         start: number of the first row to return; it must be the first row of a block.
         bad_lines: as for `read_table`. Errors are added before the block with these lines is
             returned.

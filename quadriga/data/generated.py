@@ -183,7 +183,7 @@ class DynamicGenDataset(Dataset):
         self._contents.append(content)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the files' rows, content of all generated rows, and the generator's state or None."""
+        """State of the files' rows, all generated rows, and the generator's state or None."""
         generator_state = None
         if hasattr(self.data_generator, "state_dict"):
             generator_state = self.data_generator.state_dict()

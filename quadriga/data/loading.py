@@ -38,8 +38,8 @@ LOADER_CONTEXT = "fork" if sys.platform == "linux" else "spawn"
 """Start method of the `data.dataloader_num_workers` processes, as `multiprocessing` names it.
 
 A forked process inherits the data set, so the data set need not be picklable, its class may be one
-that only this process has imported, and its rows are not copied. Nor is the user's script run again,
-as spawn and forkserver do.
+that only this process has imported, and its rows are not copied. Nor is the user's script run
+again, as spawn and forkserver do.
 
 A fork of a process with threads is unsafe because a thread may hold a lock. That is acceptable
 here: these processes only prepare rows, call nothing of Ray's, free no inherited objects
@@ -133,8 +133,8 @@ def create_rl_dataset(
 ) -> Dataset:
     """Create the data set of training or validation.
 
-    It is a `RLHFDataset` by default, or of the class named by `data.custom_cls`. For training, it is
-    a `DynamicGenDataset` with `data.datagen`, and a `StreamedDataset` with `data.streaming`.
+    It is a `RLHFDataset` by default, or of the class named by `data.custom_cls`. For training, it
+    is a `DynamicGenDataset` with `data.datagen`, and a `StreamedDataset` with `data.streaming`.
 
     A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has
     `__init__(data_files, tokenizer, config, processor)`, with `is_train`, `max_samples` and
@@ -207,10 +207,10 @@ def create_rl_dataset(
 
 
 def _check_hooks(cls: type, where: str) -> None:
-    """Raise a ConfigError if a user's data set lacks a method, or has a method that is never called.
+    """Raise a ConfigError if a user's data set lacks a method, or has one that is never called.
 
-    A method is never called if it belongs to verl's `RLHFDataset`, and the user's class derives from
-    the class of this name in this package.
+    A method is never called if it belongs to verl's `RLHFDataset`, and the user's class derives
+    from the class of this name in this package.
 
     Args:
         cls: the user's class.
@@ -226,7 +226,7 @@ def _check_hooks(cls: type, where: str) -> None:
             where,
             got=f"{cls.__name__} without {' and '.join(missing_methods)}",
             expected=f"a class with {' and '.join(methods)}",
-            fix="Let __len__ return the number of rows, and __getitem__(item) the row of that number.",
+            fix="Let __len__ return the number of rows, and __getitem__(item) a row by its number.",
         )
     if not issubclass(cls, RLHFDataset):
         return
@@ -275,7 +275,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
             "data.dataloader_num_workers",
             got=str(num_workers),
             expected="0 with data.datagen",
-            fix="Leave it at 0: worker processes have copies of the data set, without generated rows.",
+            fix="Leave it at 0: worker processes would have copies without the generated rows.",
         )
     if is_train and data_config.sampler.class_path is not None:
         return _create_custom_sampler(data_config, dataset)
@@ -313,8 +313,7 @@ def _create_custom_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler
             "data.dataloader_num_workers",
             got=str(num_workers),
             expected=f"0 with {cls.__name__}, which learns from each batch",
-            fix="Leave it at 0: worker processes fetch rows before the sampler has learned from the last"
-            " batch.",
+            fix="Leave it at 0: worker processes would fetch rows before `update` is called.",
         )
     if hasattr(cls, "update") and not hasattr(cls, "state_dict"):
         print(
@@ -351,8 +350,8 @@ def _require_rows(num_rows: int, dataset: Dataset, config: DataConfig) -> None:
 def _begin_worker(number: int) -> None:
     """Keep the garbage collector of a worker process from freeing inherited objects.
 
-    Freeing an object of Ray's takes a lock. If a thread of Ray's held it during the fork, the worker
-    process would wait for it forever.
+    Freeing an object of Ray's takes a lock. If a thread of Ray's held it during the fork, the
+    worker process would wait for it forever.
 
     Args:
         number: number of the worker process, which torch passes; not used.

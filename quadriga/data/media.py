@@ -20,8 +20,8 @@ VIDEO = "<video>"
 TAGS = {"image": IMAGE, "video": VIDEO}
 """The tag in a text that marks the place of an image or video, by kind of media."""
 _FILE_KEYS = ("path", "url", "bytes")
-"""Keys of a content part that may hold its image or video, besides `image`, `image_url`, `video` and
-`video_url`."""
+"""Keys of a content part that may hold its image or video, besides `image`, `image_url`, `video`
+and `video_url`."""
 
 
 def read_prompt(
@@ -81,8 +81,8 @@ def with_parts(
     """Give each image and video a content part of its own, as chat templates expect.
 
     Each `<image>` and `<video>` in a text becomes a part, which stands for the next of `images` or
-    `videos`. Content that is already a list of parts may have parts that stand for the next of these
-    too, `{"type": "image"}`, and parts that hold an image or video themselves,
+    `videos`. Content that is already a list of parts may have parts that stand for the next of
+    these too, `{"type": "image"}`, and parts that hold an image or video themselves,
     `{"type": "image", "image": ...}`.
 
     Args:
@@ -207,8 +207,8 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
         where: the row, for errors.
 
     Returns:
-        Text without tags, or a list of parts. A part of a kind in `tags` that holds its own image or
-        video has it under its kind, as in {"type": "image", "image": ...}; one that only marks a
+        Text without tags, or a list of parts. A part of a kind in `tags` that holds its own image
+        or video has it under its kind, as in {"type": "image", "image": ...}; one that only marks a
         place has no such key.
 
     Raises:
@@ -241,8 +241,8 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
                 where,
                 got=f"the part {str(part)[:80]!r} of a message",
                 expected=(
-                    f'{{"type": "text", "text": ...}}, or {{"type": {forms}}}, optionally with a key'
-                    f" {forms}"
+                    f'{{"type": "text", "text": ...}}, or {{"type": {forms}}}, optionally with a'
+                    f" key {forms}"
                 ),
                 fix="Give that key a path, a file:// URL or the bytes of a file.",
             )

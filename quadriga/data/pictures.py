@@ -315,7 +315,7 @@ def _medium_in_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
             where,
             got=f"{', '.join(size_keys)} beside the {kind}",
             expected=f"no key that sets the size of a single {kind}",
-            fix=f"Remove it; data.mm_processor_kwargs.min_pixels and max_pixels hold for all {kind}s.",
+            fix=f"Set data.mm_processor_kwargs.min_pixels and max_pixels instead, for all {kind}s.",
         )
     # Bytes first: data sets of Hugging Face also have a `path`, where the file was on another
     # machine.

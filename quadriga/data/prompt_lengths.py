@@ -73,8 +73,8 @@ NOTES = {
     "does not write the tools: the model cannot know of them",
 }
 MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8), ("order", np.uint32)])
-"""A measured prompt: its number of tokens (`BAD` for a bad row), the sum of its `NOTES`, and the hash
-of its role order (`role_order`; 0 for a bad row)."""
+"""A measured prompt: its number of tokens (`BAD` for a bad row), the sum of its `NOTES`, and the
+hash of its role order (`role_order`; 0 for a bad row)."""
 Measurements: TypeAlias = tuple[np.ndarray, list[DataError]]
 """`MEASURED` [rows], where bad rows have `BAD` tokens; and the errors of the bad rows."""
 _WORKERS_KEY = "data.filter_overlong_prompts_workers"
@@ -165,7 +165,7 @@ class PromptMeter:
         return measured, errors
 
     def _needed_columns(self, table: RowTable) -> list[str]:
-        """The columns of a file that `_render` reads, because prompts depend on them or to check them."""
+        """The columns of a file that `_render` reads, to render prompts or to check them."""
         config = self.config
         names = (
             config.prompt_key,
@@ -540,7 +540,8 @@ def _print_unusable(reason: str) -> None:
     if reason not in _printed_reasons:
         _printed_reasons.add(reason)
         print(
-            f"{_WORKERS_KEY}: prompts are counted in this process alone, because others cannot start ({reason}).",
+            f"{_WORKERS_KEY}: prompts are counted in this process alone,"
+            f" because others cannot start ({reason}).",
             flush=True,
         )
 

@@ -79,8 +79,8 @@ class RLHFDataset(FileDataset):
     keeps_lengths = True
     """Whether measured lengths of prompts are stored in the cache."""
     columns_entry: str | None = None
-    """Entry of `extra_info` that gets a copy of the row's columns, for reward functions that read whole
-    rows. None: no such entry."""
+    """Entry of `extra_info` that gets a copy of the row's columns, for reward functions that read
+    whole rows. None: no such entry."""
     longest_prompt: int | None = None
     """Number of tokens of the longest prompt before truncation; None if prompts are not measured."""
 
@@ -430,8 +430,8 @@ class RLHFDataset(FileDataset):
             `MEASURED` [rows].
 
         Raises:
-            DataError: a row is bad, and `data.on_bad_row` is `error`. Otherwise the errors are added
-                to `bad_rows`.
+            DataError: a row is bad, and `data.on_bad_row` is `error`. Otherwise the errors are
+                added to `bad_rows`.
         """
         config = self.config
         meter = PromptMeter(

@@ -144,7 +144,7 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         return TokenizedPair(prompt_array, chosen_response, rejected_response, media)
 
     def _end_response(self, prompt_ids: list[int], response_ids: list[int]) -> np.ndarray:
-        """Token ids of a response, [L]: cut after the end of sequence, which is appended if missing."""
+        """Token ids of a response up to the end of sequence, which is appended if missing, [L]."""
         joined = join_parts(
             [prompt_ids, response_ids],
             [False, True],  # only the second part is a response
@@ -158,7 +158,7 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         return len(row.prompt) + max(len(row.chosen), len(row.rejected))
 
     def cut(self, row: TokenizedPair) -> TokenizedPair | None:
-        """Drop the beginning of the prompt, so that the longer sequence has `data.max_length` tokens.
+        """Drop the beginning of the prompt, so that both sequences have at most `data.max_length`.
 
         None: the longer response alone is too long.
         """

@@ -6,15 +6,15 @@
     learned    0 0 0 0       1 1 1 0        0 0 0 0       1 1 1
 
 Each part is tokenized by itself, as in a rollout: the prompt is tokenized, the model adds its own
-tokens, and then only the text that is new in each further turn is tokenized. A response is learned up to
-and including its end-of-sequence token. What a template writes after that token, such as a line
-break, is not learned: the model never has to generate it. If a template writes no token at the end
-of a turn, the marker of the next role is learned, provided that generation stops at it.
+tokens, and then only the text that is new in each further turn is tokenized. A response is learned
+up to and including its end-of-sequence token. What a template writes after that token, such as a
+line break, is not learned: the model never has to generate it. If a template writes no token at the
+end of a turn, the marker of the next role is learned, provided that generation stops at it.
 
 All rows are tokenized when the data set is made, so a bad row is found at once and not after an
 hour, and each row is tokenized once for all epochs. A token takes 5 bytes of memory. The sizes of
-images and videos are read then too, but their pixels only when the row is fetched. Tokens of images and videos
-are not learned.
+images and videos are read then too, but their pixels only when the row is fetched. Tokens of images
+and videos are not learned.
 
 Shapes: L tokens of one sequence.
 """
@@ -122,8 +122,9 @@ class TokenizedRows(FileDataset, Generic[Row]):
             for it. None: the embedding has a row for each id.
 
     Raises:
-        DataError: a file is missing, empty or damaged; a row cannot be learned from and is not to be
-            left out; or no row can be used. The error names the file, and the row if there is one.
+        DataError: a file is missing, empty or damaged; a row cannot be learned from and is not to
+            be left out; or no row can be used. The error names the file, and the row if there is
+            one.
     """
 
     columns: tuple[str, ...]
@@ -314,7 +315,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all tokens. Images and videos count by the content of the data file and the row."""
+        """Hash of all tokens, and for rows with images or videos of their file and number."""
         digest = hashlib.sha256()
         for *arrays, media in self.rows:
             for values in arrays:
@@ -519,7 +520,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @contextmanager
     def _collect_bad_row(self) -> Iterator[None]:
-        """Context manager: on a DataError, add it to `bad_rows`; raise it if `data.on_bad_row=error`."""
+        """Context manager: add a DataError to `bad_rows`, or let it pass (`data.on_bad_row`)."""
         try:
             yield
         except DataError as error:
@@ -597,7 +598,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
 
 def _count_media(chat: Messages) -> tuple[int, int]:
-    """Numbers of images and of videos in a chat up to its last response; the rest is not rendered."""
+    """Numbers of images and videos up to the last response of a chat; the rest is not rendered."""
     roles = [message["role"] for message in chat]
     # Number of messages up to and including the last response.
     end = len(roles) - roles[::-1].index(ASSISTANT)
@@ -850,8 +851,8 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
     """Parse the tool schemas of a row.
 
     Args:
-        value: a list of schemas, or JSON text of such a list. Each schema may be JSON text too. None:
-            no tools.
+        value: a list of schemas, or JSON text of such a list. Each schema may be JSON text too.
+            None: no tools.
         where: file, row and column, for errors.
 
     Returns:

@@ -4,8 +4,8 @@
     file 0: block, block, block; file 1: block, block; file 0: block ...      one block is in memory
 
 At the start the first block of each file is read too, to check the columns. Rows are shuffled
-within a block only, so the state of the stream is the place of a block. Which rows of the block come
-next follows from the position in the loader's state.
+within a block only, so the state of the stream is the place of a block. Which rows of the block
+come next follows from the position in the loader's state.
 """
 
 import sys

@@ -8,9 +8,9 @@ and the pieces have as many tokens as the text:
     tokens("f(a b):  c") = tokens("f") + tokens("(a") + tokens(" b") + tokens("): ") + tokens(" c")
 
 A piece has at least one token, and at most one for each of its bytes. Often these bounds, and the
-counts of pieces seen before, already show whether a text is over a limit. Other pieces are tokenized
-only if they do not. `find_cuts` finds out from the tokenizer's description where texts may be
-cut. If it cannot, whole texts are tokenized.
+counts of pieces seen before, already show whether a text is over a limit. Other pieces are
+tokenized only if they do not. `find_cuts` finds out from the tokenizer's description where texts
+may be cut. If it cannot, whole texts are tokenized.
 """
 
 import json
@@ -353,8 +353,8 @@ class _RegexPart(NamedTuple):
 
     Attributes:
         text: the part as it is written.
-        matches: for each ASCII character whether the part may match it, bool [128]; all true if that
-            is not known.
+        matches: for each ASCII character whether the part may match it, bool [128]; all true if
+            that is not known.
         matches_alone: whether the part matches each of these characters on its own.
         is_optional: whether the part may match nothing.
         is_repeated: whether the part may match several characters.

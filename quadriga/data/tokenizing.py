@@ -32,7 +32,7 @@ _RESERVED_KWARGS = (
     "max_length",
 )
 RoleOrder = tuple[tuple[tuple[str, str], ...], str, bool]
-"""Sorted distinct pairs of consecutive roles in a chat, the chat's last role, and whether there are tools.
+"""Sorted distinct pairs of consecutive roles in a chat, its last role, whether there are tools.
 
 The first message counts as preceded by the role ""."""
 
@@ -62,7 +62,8 @@ def load_tokenizer(
     Args:
         path: a folder or a name on the hub.
         trust_remote_code: whether code in that folder may run.
-        chat_template: Jinja text, or the path of a file with it. None: the tokenizer's own template.
+        chat_template: Jinja text, or the path of a file with it. None: the tokenizer's own
+            template.
 
     Returns:
         The tokenizer.
@@ -296,8 +297,8 @@ class ChatEncoder:
             options: further arguments of the template; they replace those of `template_kwargs`.
 
         Returns:
-            The text of the chat. By default it ends with the beginning of the assistant's next turn,
-            or with the assistant's last turn, left open to be continued.
+            The text of the chat. By default it ends with the beginning of the assistant's next
+            turn, or with the assistant's last turn, left open to be continued.
 
         Raises:
             DataError: the template refuses the messages, or leaves one of them out.
@@ -550,7 +551,7 @@ def require_embedded(
 
 
 def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the fields that are not None: Parquet gives each struct the fields of all, some as null."""
+    """Copy the fields that are not None: Parquet gives each struct the fields of all structs."""
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -491,7 +491,7 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
                 where,
                 got=f"a video with {', '.join(names) or 'nothing'}",
                 expected=_FORMS,
-                fix="Set number and size of the frames in data.mm_processor_kwargs, for all videos.",
+                fix="Set number and size of frames in data.mm_processor_kwargs, for all videos.",
             )
         value = fields[names[0]]
     if fps is not None and not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):

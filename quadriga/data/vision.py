@@ -6,8 +6,8 @@
 
 An image is cut into a grid of patches along time, height and width. The model makes one embedding
 of each square of `merge_size` by `merge_size` patches, and each embedding takes the place of one
-image token. A video is cut in the same way, each patch from two frames, and has another token. All of
-this holds for the models in `VISION_TYPES` only, which differ in how a prompt shows a video:
+image token. A video is cut in the same way, each patch from two frames, and has another token. All
+of this holds for the models in `VISION_TYPES` only, which differ in how a prompt shows a video:
 
     Qwen2-VL, Qwen2.5-VL   <start>▪▪▪▪▪▪▪▪<end>        time is an axis of the positions, in Qwen2.5-VL in seconds
     Qwen3-VL               <start><0.2 seconds><start>▪▪▪▪<end><1.2 seconds><start>▪▪▪▪<end><end>   time is text
@@ -59,7 +59,7 @@ class VisionPrompt:
     inputs: dict[str, torch.Tensor]
 
     def columns(self) -> dict[str, Any]:
-        """The prompt's values in non-tensor columns of a batch: short ids, images, videos, inputs."""
+        """The prompt's values in the batch's object columns: short ids, images, videos, inputs."""
         data = {}
         if self.pictures:
             data["image"] = list(self.pictures)
@@ -324,7 +324,7 @@ class VisionProcessor:
                 where,
                 got="a prompt that ends with an image or a video",
                 expected="text behind it, as chat templates write it",
-                fix="Set data.apply_chat_template_kwargs.add_generation_prompt=true, or end with text.",
+                fix="End with text, or set data.apply_chat_template_kwargs.add_generation_prompt=true.",
             )
         inputs = self.inputs(pictures, clips, where=where)
         image_grids = inputs.get("image_grid_thw", torch.zeros(0, 3))
@@ -476,8 +476,8 @@ class VisionProcessor:
         """Compute the position of each expanded token along time, height and width.
 
         Tokens of text advance by one along all three axes. The position of an embedding of an image
-        or video is the position where the image or video begins, plus the embedding's coordinates in
-        the grid; along time these may be in units of seconds. The text after an image or video
+        or video is the position where the image or video begins, plus the embedding's coordinates
+        in the grid; along time these may be in units of seconds. The text after an image or video
         continues after the largest of its positions. This follows the models' own code and vLLM.
 
         Args:

@@ -3,8 +3,8 @@
 
 A short text may stand for a number that no memory holds (9^{9^{9^9}}), or take a parser minutes
 (((((...))))). So an upper bound of each number is computed as log10, through powers, factorials,
-binomials, sums and products. A letter counts as 1. In a text with a sum or product sign a letter may
-be an index, so it counts as the largest number of the text.
+binomials, sums and products. A letter counts as 1. In a text with a sum or product sign a letter
+may be an index, so it counts as the largest number of the text.
 """
 
 import math
@@ -85,7 +85,8 @@ class _Magnitude:
     """Recursive-descent reader of tokens that computes upper bounds of numbers, as log10.
 
     Args:
-        tokens: tokens of the expression. Each method removes the tokens that it reads from the left.
+        tokens: tokens of the expression. Each method removes the tokens that it reads from the
+            left.
         letter: log10 of the largest number that a letter may stand for.
 
     Attributes:

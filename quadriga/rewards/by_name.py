@@ -26,7 +26,7 @@ OPTIONAL_ARGUMENTS = {
     "solution_with_special_tokens": "solutions_with_special_tokens",
     "solution_messages": "solutions_messages",
 }
-"""Arguments that are passed only to functions that name them -> the names in functions of batches."""
+"""Arguments that are passed only to functions that name them -> their names for a batch."""
 # Entry of `extra_info` with the columns of the row; present if a function reads one of them.
 ROW = "row"
 # Arguments that every sample has, and arguments that are made from columns of the sample's row.
@@ -159,8 +159,8 @@ class NamedReward:
 class ItemReward:
     """Score function of a run that calls one or several functions of the user for each sample.
 
-    The score is the weighted sum of the functions' scores. Each of these is logged under the name of
-    its function. A single function of weight 1 keeps whatever else it returns.
+    The score is the weighted sum of the functions' scores. Each of these is logged under the name
+    of its function. A single function of weight 1 keeps whatever else it returns.
 
     Args:
         parts: the functions.
@@ -203,8 +203,8 @@ class ItemReward:
             samples: all arguments of each sample, by name (`collect_arguments`).
 
         Returns:
-            For each sample a number or a dict with "score". The score None means that the sample has
-            no score on purpose.
+            For each sample a number or a dict with "score". The score None means that the sample
+            has no score on purpose.
         """
         results = [part(samples) for part in self.parts]
         scores = results[0]

@@ -25,8 +25,8 @@ Kind = Literal[
 ]
 
 UNSCORED = "unscored"
-"""Kind of the outcome of a sample that has no score on purpose. An entry of `RewardOutput.extra` of this
-name says for each sample whether its outcome is of this kind."""
+"""Kind of the outcome of a sample that has no score on purpose. An entry of `RewardOutput.extra` of
+this name says for each sample whether its outcome is of this kind."""
 
 UNGRADABLE = "ungradable"
 """Entry of `Outcome.extra`: why a built-in grader could not evaluate a response.

@@ -12,8 +12,9 @@
 
 A process grades its samples in turn, so it works on the oldest one without an outcome, whose time
 began with the previous outcome. If a process hangs, dies or is killed, only this sample fails; the
-later ones go back to the queue. If a process awaits many samples concurrently, it is not known which
-one is to blame: all of them are graded again, in smaller and smaller groups, in the end each alone.
+later ones go back to the queue. If a process awaits many samples concurrently, it is not known
+which one is to blame: all of them are graded again, in smaller and smaller groups, in the end each
+alone.
 """
 
 import math
@@ -134,8 +135,8 @@ class GradingRound:
             The outcome of each sample, in order. Samples that were not graded are "skipped".
 
         Raises:
-            QuadrigaError: the score function cannot be loaded, the pool was closed, or the round was
-                cancelled.
+            QuadrigaError: the score function cannot be loaded, the pool was closed, or the round
+                was cancelled.
         """
         try:
             self.done.result()
@@ -387,8 +388,8 @@ class GradingPool(AbstractContextManager["GradingPool"]):
     ) -> None:
         """Put calls without an outcome back in the queue, except one that has ended the process.
 
-        The outcome of the latter, `fatal`, is recorded. But a response that a built-in grader could not
-        grade within the CPU limit is graded once more, as an empty response.
+        The outcome of the latter, `fatal`, is recorded. But a response that a built-in grader could
+        not grade within the CPU limit is graded once more, as an empty response.
 
         Args:
             process: the process, which may have ended.

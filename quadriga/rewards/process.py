@@ -329,7 +329,7 @@ class GradingProcess:
         self._output.num_bytes_left = SAMPLE_BYTES
 
     def _begin_wait(self, timeout_s: float) -> None:
-        """Restart the clock, and set the time until which `_wait` waits: for a sample or for loading."""
+        """Restart the clock, and set the end of the wait: the limit of a sample, or of loading."""
         self._begin_sample()
         self._wait_until = self.begun_at + (timeout_s if self.is_ready else LOADING_LIMIT_S)
 
@@ -350,7 +350,7 @@ class GradingProcess:
         return ready_fds
 
     def _show_output(self) -> None:
-        """Show what was printed. At the end of the pipe, stop polling it: it would always be ready."""
+        """Show what was printed. At the end of the pipe, which is always ready, stop polling it."""
         if self._output.pass_on():
             # KeyError: the end was found before, and `stop` finds it a second time.
             with suppress(KeyError):

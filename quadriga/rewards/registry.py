@@ -68,8 +68,8 @@ class RewardManager:
 
     A subclass is registered by name and implements `begin`, or `__call__` alone. The training loop
     calls `begin` once the responses are complete, and `result` of the returned `Grading` when it
-    needs the rewards. With `rollout.mode=async`, a manager that `grades_early` gets each response as
-    soon as it is complete (`grade_one`), and `begin` then gets these outcomes.
+    needs the rewards. With `rollout.mode=async`, a manager that `grades_early` gets each response
+    as soon as it is complete (`grade_one`), and `begin` then gets these outcomes.
 
     Attributes:
         grades_early: whether `grade_one` is implemented.

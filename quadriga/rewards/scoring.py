@@ -199,7 +199,7 @@ class ScoreFunction:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the arguments that each call passes in any case, in addition to `reward_kwargs`."""
+        """Names of the arguments that every call passes, in addition to `reward_kwargs`."""
         return BATCH_ARGUMENTS if self.is_batch else ITEM_ARGUMENTS
 
     def arguments_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class ScoreFunction:
         return arguments
 
     def batch_arguments_of(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        """Arguments of one call for all samples: each argument becomes a list, under its plural name.
+        """Arguments of one call for all samples: each one becomes a list, under its plural name.
 
         Args:
             rows: for each sample what `arguments_of` returned.
@@ -260,8 +260,9 @@ class ScoreFunction:
         """Load the function, with `reward_kwargs` bound.
 
         Returns:
-            A function that takes `arguments` by keyword. It is an adapter if the user's function has
-            TRL's argument names (`quadriga.rewards.by_name`) or takes three arguments by position.
+            A function that takes `arguments` by keyword. It is an adapter if the user's function
+            has TRL's argument names (`quadriga.rewards.by_name`) or takes three arguments by
+            position.
 
         Raises:
             ConfigError: the file cannot be imported, the function is not in it, or the function

@@ -106,7 +106,7 @@ class ResourceLimits(NamedTuple):
 
 
 class _Ruleset(ctypes.Structure):
-    """The kernel's `landlock_ruleset_attr`: the rights that a process loses unless a rule grants them."""
+    """The kernel's `landlock_ruleset_attr`: rights that a process loses unless a rule grants them."""
 
     _fields_ = (
         ("files", ctypes.c_uint64),
@@ -280,8 +280,8 @@ def _set_resource_limits(limits: ResourceLimits) -> None:
 def _drop_capabilities() -> None:
     """Drop all capabilities.
 
-    A process that was root keeps the capability to read any file: its interpreter may be in a folder
-    that only root can read.
+    A process that was root keeps the capability to read any file: its interpreter may be in a
+    folder that only root can read.
     """
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     # Two sets of words: effective, permitted and inheritable capabilities 0 to 31, then 32 to 63.

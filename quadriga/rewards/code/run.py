@@ -109,8 +109,8 @@ def require_containment() -> None:
 def can_mount() -> bool:
     """Whether a supervisor can mount file systems here, which many containers forbid.
 
-    This is tried once per process, in a child process: a failed attempt may leave the child in a new
-    user namespace.
+    This is tried once per process, in a child process: a failed attempt may leave the child in a
+    new user namespace.
     """
     with own_folder() as folder:
         code = (
@@ -349,9 +349,9 @@ def _run_remote_case(
 
 
 def _append_call(program: str, case: Case) -> str:
-    """Append a call of the test's function to a program, which prints the result as JSON after `_MARK`.
+    """Append a call of the test's function to a program. It prints the result after `_MARK`.
 
-    The function is one of the program's own, or a method of its class `Solution`.
+    The function is one of the program's, or a method of its class `Solution`. The result is JSON.
     """
     name = case.test_input["function"]
     arguments = json.dumps(case.test_input["arguments"])

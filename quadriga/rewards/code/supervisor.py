@@ -20,9 +20,9 @@ tests, not the expected outputs.
     everything   ends with the supervisor, which ends with the grader: the kernel kills a child
                  whose parent is gone.
 
-Streams are files in memory, not pipes: nobody has to read them while the program runs, and the limit
-on the size of files applies to them. They are sent unchanged, after their lengths (`HEADER`), so that
-nothing in their content can pass for an outcome.
+Streams are files in memory, not pipes: nobody has to read them while the program runs, and the
+limit on the size of files applies to them. They are sent unchanged, after their lengths (`HEADER`),
+so that nothing in their content can pass for an outcome.
 """
 
 import io
@@ -55,8 +55,8 @@ COMMAND = (
 RESULT_FD = 3
 
 HEADER = struct.Struct("=I8sid4Q")
-"""Sent before the streams of each test: index, status, exit code, CPU seconds, and the numbers of bytes
-of standard output, standard error, result, and names of refused system calls."""
+"""Sent before the streams of each test: index, status, exit code, CPU seconds, and the bytes of
+standard output, standard error, result, and names of refused system calls."""
 
 # Descriptor on which the process of a test reports that it is contained; closed before the program
 # begins.
@@ -182,7 +182,7 @@ class Supervisor:
         self._selector.register(self._notices, selectors.EVENT_READ)
 
     def run(self) -> dict[str, Any] | None:
-        """Run all tests. This returns in the supervisor, and also in the forked process of each test.
+        """Run all tests. This returns in the supervisor, and in the forked process of each test.
 
         Returns:
             In the supervisor None, when all tests have ended. In the process of a test its case,
@@ -227,13 +227,13 @@ class Supervisor:
         return pid
 
     def _become_test(self, index: int, folder: Path, fds: tuple[int, ...]) -> None:
-        """Turn this forked process into the process of a test: set streams and folder, and contain it.
+        """Turn this forked process into that of a test: set its streams and folder, contain it.
 
         Args:
             index: position of the test.
             folder: folder of the test.
-            fds: what the descriptors 0 to 4 are to be: standard input, output and error, the result,
-                and the notice that the process is contained.
+            fds: what the descriptors 0 to 4 are to be: standard input, output and error, the
+                result, and the notice that the process is contained.
         """
         # First duplicate all beyond their old and new numbers, so that none is overwritten.
         first_free = max(fds) + len(fds)
@@ -278,7 +278,7 @@ class Supervisor:
                 del sys.modules[name]
 
     def _wait(self) -> None:
-        """Wait for events, 50 ms at most, and handle them; kill and report tests that exceed a limit."""
+        """Handle events, for 50 ms at most; kill and report tests that exceed a limit."""
         for key, _ in self._selector.select(_POLL_S):
             if key.fd == 1:
                 self._send()

@@ -2,7 +2,8 @@
 """Filter (seccomp) of the system calls that a model's program may make.
 
 The table `system_calls.tsv` has the name of each call, its number on each machine, and the filter's
-answer. For a call in `_ALLOWED_IF`, that is the answer unless its arguments meet the conditions there.
+answer. For a call in `_ALLOWED_IF`, that is the answer unless its arguments meet the conditions
+there.
 
     allowed calls                        the call is made
     any other call in the table          EPERM; the listener, if there is one, learns which call

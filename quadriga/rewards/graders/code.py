@@ -384,7 +384,7 @@ def _is_same_value(value: Any, expected: Any) -> bool:
 
 
 def _is_same_scalar(value: Any, expected: Any) -> bool:
-    """Whether two values that are neither lists nor dictionaries are the same; floats about the same."""
+    """Whether two values without elements are the same, or, as floats, about the same."""
     if not isinstance(value, float) and not isinstance(expected, float):
         return value == expected
     if not isinstance(value, int | float) or not isinstance(expected, int | float):
@@ -396,7 +396,7 @@ def _is_same_scalar(value: Any, expected: Any) -> bool:
 
 
 def _read_text(value: Any) -> str:
-    """Read the input or output of a program: text, or a list of lines. Otherwise raise a ValueError."""
+    """Read the input or output of a program: text, or a list of lines; else raise a ValueError."""
     if not isinstance(value, str | list | tuple):
         raise ValueError(
             f"ground truth: got {type(value).__name__} as a test's input or output, "

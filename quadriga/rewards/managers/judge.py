@@ -83,7 +83,8 @@ class RateLimit:
         tokens_per_minute: largest number of tokens, of prompts and replies together. None: no
             limit.
         clock: returns the current time in seconds.
-        wait: waits on a condition for some seconds of the clock, or until the condition is notified.
+        wait: waits on a condition for some seconds of the clock, or until the condition is
+            notified.
     """
 
     requests_per_minute: int | None = None
