@@ -251,7 +251,7 @@ class PromptMeter:
             # letters of other scripts separate words.
             names = "|".join(map(re.escape, tool_names))
             named = re.search(rf"(?<!\w)(?:{names})(?!\w)", text, re.ASCII)
-            notes += UNWRITTEN_TOOLS if named else UNNAMED_TOOLS
+            notes |= UNWRITTEN_TOOLS if named else UNNAMED_TOOLS
         # `crc32` gives the same number in all processes, unlike `hash`. 0 marks bad rows, so it
         # becomes 1.
         order = repr(role_order(messages, has_tools=bool(tools)))
