@@ -124,6 +124,7 @@ class MixtureSampler(PassSampler):
         self._counts = np.maximum(1, counts)
 
     def __len__(self) -> int:
+        """Number of rows in a pass, which may differ from the number of rows in the data set."""
         return int(self._counts.sum())
 
     def _order(self) -> np.ndarray:
@@ -247,7 +248,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
         self._rates[rows] = torch.where(old_rates.isnan(), success, (old_rates + success) / 2)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rates, and the rows that are drawn but not yet handed out."""
+        """The rates, the position, and the rows that are drawn but not yet handed out."""
         return {
             "rates": self.rates.clone(),
             "draws": self._num_draws,

@@ -120,6 +120,7 @@ class RowTable:
         self._is_whole_file = is_whole_file
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickle a table of a whole file without its rows (`reopen_table`), and a block with them."""
         if not self._is_whole_file:
             return super().__reduce_ex__(protocol)
         return reopen_table, (self.path, self._entry, self.digest, self._chat_columns)

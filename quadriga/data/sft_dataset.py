@@ -520,7 +520,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @contextmanager
     def _collect_bad_row(self) -> Iterator[None]:
-        """Context manager: add a DataError to `bad_rows`, or let it pass (`data.on_bad_row`)."""
+        """Context manager: collect a DataError in `bad_rows`, unless `data.on_bad_row=error`."""
         try:
             yield
         except DataError as error:
@@ -639,6 +639,10 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         return [(where, as_messages(prompt, where=where, key="messages_key"))]
 
     def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
+        """Render a conversation as pieces of text, in which every turn of the assistant is learned.
+
+        The row may bring tools, and the template's option `enable_thinking`.
+        """
         options = {}
         if row.get(THINKING) is not None:
             options[THINKING] = bool(row[THINKING])

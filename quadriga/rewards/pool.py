@@ -125,6 +125,7 @@ class GradingRound:
     def cancel(self) -> None:
         """End the round with an error, and wait until its processes have ended."""
         self.end(RewardError("grading", got="cancel()", expected="samples to be graded first"))
+        # A thread of the pool removes each process once it has ended.
         while self.processes:
             time.sleep(0.001)
 
@@ -505,7 +506,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._processes.discard(process)
 
     def _end_rounds(self, error: Exception) -> None:
-        """Empty the queue and end its rounds with an error."""
+        """Empty the queue, and end the rounds of the calls in it with an error."""
         with self._lock:
             rounds = {call.round for call in self._queue}
             self._queue.clear()
