@@ -55,14 +55,15 @@ class PassSampler(AbstractSampler):
             self._num_rows = len(self)
         order = self._order()
         while self._position < len(order):
-            # Counted before the row is returned: a state saved while it is in use continues after it.
+            # Advanced before the row is handed out: a run that resumes from a state saved while the
+            # row is in use goes on with the next row.
             self._position += 1
             yield int(order[self._position - 1])
         self._passes += 1
         self._position = 0
 
     def _order(self) -> np.ndarray:
-        """The rows of the pass, in their order."""
+        """Numbers of the rows of this pass, in the order in which they are drawn."""
         order = np.arange(self._num_rows)
         if self.data_config.shuffle:
             rng = np.random.default_rng([self.data_config.seed, self._passes])
@@ -70,7 +71,7 @@ class PassSampler(AbstractSampler):
         return order
 
     def state_dict(self) -> dict[str, int]:
-        """Number of the pass, number of its rows, and the position in it."""
+        """Number of finished passes, and of the current pass the position and number of rows."""
         return {"passes": self._passes, "position": self._position, "num_rows": self._num_rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -84,10 +85,10 @@ class MixtureSampler(PassSampler):
     """Mixes the entries of `data.train_files` by their shares, `data.mixture`.
 
     Any consecutive rows have the shares, up to a row or two per entry, so all batches are mixed
-    alike. An entry that is repeated within a pass is shuffled again for each repetition.
+    alike. An entry whose rows come several times in a pass is shuffled again each time.
 
     Raises:
-        DataError: an entry has no rows, or the data set does not know of entries.
+        DataError: an entry has no rows, or the data set has no method `items_by_entry`.
     """
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
@@ -99,6 +100,7 @@ class MixtureSampler(PassSampler):
                 expected="a data set with items_by_entry(), as RLHFDataset has",
                 fix="Leave the key out with this data set.",
             )
+        # For each entry, the numbers of its rows in the data set.
         self._items = data_source.items_by_entry()
         lengths = np.array([len(items) for items in self._items])
         if not lengths.all():
@@ -106,27 +108,33 @@ class MixtureSampler(PassSampler):
             raise DataError(
                 "data.mixture",
                 got=f"entry {empty_entry} of data.train_files without a row in use",
-                expected="rows of each",
-                fix="Leave it out, or use all samples.",
+                expected="at least one row of each entry",
+                fix="Remove the entry, or raise data.train_max_samples.",
             )
         self._shares = np.array(data_config.mixture) / sum(data_config.mixture)
-        # For each entry, the length of a pass in which each of its rows comes exactly once.
+        # For each entry, the length of a pass in which each of its rows comes exactly once. A pass
+        # ends when the last entry has been used up, or the first (`data.mixture_until`).
         pass_lengths = lengths / self._shares
         pass_length = pass_lengths.max()
         if data_config.mixture_until == "first":
             pass_length = pass_lengths.min()
-        # Floating-point errors may put a whole number just below itself, so a little is added.
+        # Rounding errors may leave 3 as 2.9999999, which must not become 2.
         counts = np.floor(self._shares * pass_length + 1e-9).astype(np.int64)
-        # Rows of each entry in a pass.
+        # Rows that each entry has in a pass.
         self._counts = np.maximum(1, counts)
 
     def __len__(self) -> int:
+        """Number of rows in a pass, which may differ from the number of rows in the data set."""
         return int(self._counts.sum())
 
     def _order(self) -> np.ndarray:
+        """Numbers of the rows of this pass, with the entries evenly mixed.
+
+        Each row gets a time between 0 and the length of the pass, such that the rows of one entry
+        are equally far apart. Rows come in the order of their times.
+        """
         rng = np.random.default_rng([self.data_config.seed, self._passes])
         rows = []
-        # Each row gets a time between 0 and the length of the pass, and rows are sorted by time.
         times = []
         counts = self._counts.tolist()
         for items, count, share in zip(self._items, counts, self._shares, strict=True):
@@ -135,10 +143,9 @@ class MixtureSampler(PassSampler):
                 rounds = [rng.permutation(items) for _ in range(num_rounds)]
                 rows.append(np.concatenate(rounds)[:count])
             else:
-                # Each pass goes on in the entry where the pass before it ended.
+                # Go on in the entry where the previous pass ended.
                 positions = self._passes * count + np.arange(count)
                 rows.append(items[positions % len(items)])
-            # Rows of an entry are spread evenly over the pass.
             times.append((np.arange(count) + 0.5) / share)
         by_time = np.argsort(np.concatenate(times), kind="stable")
         return np.concatenate(rows)[by_time]
@@ -164,17 +171,17 @@ class SuccessRateSampler(AbstractCurriculumSampler):
     def __init__(self, data_source: Any, data_config: Any) -> None:
         super().__init__(data_source, data_config)
         self._rates = torch.empty(0, dtype=torch.float64)  # nan: no batch had the row
-        self._draws = 0
-        self._position = 0
-        self._drawn: list[int] = []
+        self._num_draws = 0  # batches that were drawn, which seeds the next draw
+        self._position = 0  # rows of this pass that were handed out
+        self._waiting_rows: list[int] = []  # drawn rows that are not handed out yet
 
     def __iter__(self) -> Iterator[int]:
         while self._position < len(self):
             # Each batch changes the weights, so rows are drawn one batch at a time.
-            if not self._drawn:
-                self._drawn = self._draw()
+            if not self._waiting_rows:
+                self._waiting_rows = self._draw_batch()
             self._position += 1
-            yield self._drawn.pop(0)
+            yield self._waiting_rows.pop(0)
         self._position = 0
 
     @property
@@ -187,18 +194,19 @@ class SuccessRateSampler(AbstractCurriculumSampler):
             self._rates = torch.cat([self._rates, new_rates])
         return self._rates
 
-    def _draw(self) -> list[int]:
+    def _draw_batch(self) -> list[int]:
         """Draw the rows of the next batch, by weight and without replacement."""
         batch_size = self.data_config.gen_batch_size or self.data_config.train_batch_size
+        # The last batch of a pass has the rows that the pass still lacks.
         size = min(batch_size, len(self) - self._position)
         # Rows that no batch had count as half solved, which is the largest weight.
         rates = self.rates.nan_to_num(nan=0.5).numpy()
         weights = self.FLOOR + rates * (1 - rates)
-        rng = np.random.default_rng([self.data_config.seed, self._draws])
+        rng = np.random.default_rng([self.data_config.seed, self._num_draws])
         noise = rng.gumbel(size=len(rates))
-        self._draws += 1
-        # The Gumbel-top-k trick: the rows with the largest `log(weight) + Gumbel noise` are a draw
-        # by weight without replacement.
+        self._num_draws += 1
+        # The Gumbel-top-k trick: to draw by weight and without replacement, take the rows with the
+        # largest `log(weight) + Gumbel noise`.
         order = np.argsort(-(np.log(weights) + noise), kind="stable")
         return order[:size].tolist()
 
@@ -206,20 +214,22 @@ class SuccessRateSampler(AbstractCurriculumSampler):
         """Update the success rates of the rows in a batch.
 
         Args:
-            batch: a finished batch; a row has several responses.
+            batch: a finished batch, in which each row of the data set has several responses.
 
         Raises:
-            DataError: the batch does not say which rows of the data set it has.
+            DataError: the batch has no column `item`.
         """
         items = batch.non_tensor_batch.get("item")
         if items is None:
             raise DataError(
                 "data.sampler",
-                got="a batch without it",
-                expected="a column `item`, the number of each row in its data set",
-                fix="Derive the data set from RLHFDataset, or return it from __getitem__.",
+                got="a batch without the column `item`",
+                expected="`item`, the number of each response's row in the data set",
+                fix="Derive the data set from RLHFDataset, or return `item` from __getitem__.",
             )
         scores = batch.batch["token_level_scores"].sum(-1).numpy().astype(np.float64)
+        # `acc` is a column if all responses have it; otherwise it is among what each grader
+        # returned.
         accuracies = batch.non_tensor_batch.get("acc")
         if accuracies is None:
             extras = batch.non_tensor_batch.get("reward_extra", ())
@@ -229,25 +239,26 @@ class SuccessRateSampler(AbstractCurriculumSampler):
             if accuracy is not None:
                 scores[response] = float(accuracy)
         scores = np.clip(scores, 0, 1)
-        # For each response, `positions` has the position of its row in `rows`.
+        # The distinct rows; and for each response, the position of its row among them.
         rows, positions = np.unique(items.astype(np.int64), return_inverse=True)
         mean_scores = np.bincount(positions, scores) / np.bincount(positions)
         success = torch.from_numpy(mean_scores)
+        # The property gives new rows an entry in `_rates`, which is then updated in place.
         old_rates = self.rates[rows]
         self._rates[rows] = torch.where(old_rates.isnan(), success, (old_rates + success) / 2)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rates, and the rows that are drawn but not yet handed out."""
+        """The rates, the position, and the rows that are drawn but not yet handed out."""
         return {
             "rates": self.rates.clone(),
-            "draws": self._draws,
+            "draws": self._num_draws,
             "position": self._position,
-            "drawn": list(self._drawn),
+            "drawn": list(self._waiting_rows),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the rates and drawn rows of a state."""
         self._rates = state["rates"].clone()
-        self._draws = state["draws"]
+        self._num_draws = state["draws"]
         self._position = state["position"]
-        self._drawn = list(state["drawn"])
+        self._waiting_rows = list(state["drawn"])

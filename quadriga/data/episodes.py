@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of an environment that needs no data file: each row is a seed of `reset`.
+"""Rows for an environment that needs no data file: each row is a seed for `reset`.
 
-seed of an episode = 2 * hash(data.seed, number) for training, 2 * hash(...) + 1 for validation
+seed of row `number` = 2 * hash(data.seed, number) for training, 2 * hash(...) + 1 for validation
 """
 
 import hashlib
@@ -21,14 +21,14 @@ IS_SEED = "is_env_seed"
 
 
 def with_episodes(config: Config) -> Config:
-    """Write the rows of the environment to files in the cache, and set `data` to read them.
+    """Write the rows of the environment to files in the cache, and name these files in `data`.
 
     Args:
-        config: the configuration. `data.train_files` and `data.val_files` are kept if they are set.
+        config: the configuration. `data.train_files` and `data.val_files` stay as they are if set.
 
     Returns:
-        A copy of the configuration with these files. Without an environment (`env.name`) the
-        configuration itself.
+        A copy of the configuration with the missing ones of these two keys filled in. Without an
+        environment (`env.name`) the configuration itself.
     """
     env = config.env
     if env.name is None:
@@ -54,7 +54,7 @@ def episode_seed(seed: int, number: int, *, is_validation: bool) -> int:
 
 
 def _write_rows(config: Config, num_rows: int, *, is_validation: bool) -> str:
-    """Write rows to a file named after its content, unless it is there; return its path."""
+    """Write a file of rows, named after its content, unless it exists already; return its path."""
     name = str(config.env.name)
     rows = []
     for number in range(num_rows):

@@ -18,7 +18,7 @@ _MAX_LISTED = 20
 
 
 def print_bad_rows(key: str, errors: Sequence[DataError]) -> None:
-    """Print how many rows are left out, and the errors of the first of them.
+    """Print how many rows are left out, and the errors of the first `_MAX_LISTED` ones.
 
     Args:
         key: configuration key of the files.
@@ -41,7 +41,7 @@ class FileDataset(Dataset, ABC):
         data_files: a path, a glob, a URL, or a list of these.
         tokenizer: renders and tokenizes; gets a pad token if it has none.
         config: the section `data`.
-        is_train: whether errors name `data.train_files` or `data.val_files`.
+        is_train: whether errors name `data.train_files`, otherwise `data.val_files`.
 
     Raises:
         DataError: a file is missing, empty or damaged, or the tokenizer has no chat template.
@@ -66,6 +66,7 @@ class FileDataset(Dataset, ABC):
 
         self.bad_rows: list[DataError] = []
         """Errors of the rows that are left out by `data.on_bad_row=skip`."""
+        # None: the first bad line raises its error.
         bad_lines = self.bad_rows if config.on_bad_row == "skip" else None
         self._tables: list[RowTable] = []
         # For each table, the number of its entry in `data_files`. One entry may be several files,
@@ -73,7 +74,7 @@ class FileDataset(Dataset, ABC):
         self._entries: list[int] = []
         if isinstance(data_files, str | Path):
             data_files = [data_files]
-        # Without an entry, `resolve_files` raises its error about an empty name.
+        # No entry becomes one empty name, for which `resolve_files` raises an error.
         names = list(data_files) or [""]
         # All names are resolved before the first file is read, which may take long: a wrong name is
         # reported early.
@@ -92,7 +93,10 @@ class FileDataset(Dataset, ABC):
                 is raised.
 
         Returns:
-            The rows that are not bad lines.
+            The rows of the file without the bad lines.
+
+        Raises:
+            DataError: the file is damaged or has no rows.
         """
         return read_table(file, self.config.cache_dir, bad_lines, self.config.chat_columns)
 
@@ -106,14 +110,16 @@ class FileDataset(Dataset, ABC):
         """Hash of the rows' content and order."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Number and hash of the rows. A loader saves them beside its position in the rows."""
+        """Number and hash of the rows. A loader saves both beside its position among the rows."""
         return {"num_rows": len(self), "rows": self.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the rows are those of a checkpoint: the position saved there counts rows.
+        """Check that the rows are those that a checkpoint was written with.
+
+        With other rows, the position in the checkpoint would lead to a wrong row.
 
         Args:
-            state: from `state_dict` when the checkpoint was written.
+            state: what `state_dict` returned when the checkpoint was written.
 
         Raises:
             DataError: the rows or their order differ.

@@ -5,7 +5,7 @@ Users may name anything that fsspec opens (`s3://`, `gs://`, `hf://`, `https://`
 file is copied once into the cache, under a key made of its URL, its size and whatever its store
 says about its version.
 
-Each file has a table of its own: files may differ in their columns and in the types of nested ones.
+Each file has a table of its own, because files may differ in their columns and in column types.
 Tables are Arrow's. The rows of a large file are written once into the cache, a few at a time, under
 a key made of the file's content, and mapped into memory from there. JSON is parsed by Python's own
 parser, and the table has its rows as text: a library that infers column types would change values
@@ -77,18 +77,18 @@ _VERSION_FIELDS = (
 class RowTable:
     """The rows of one file, or of a block of it.
 
-    A table of a whole file is pickled as its path and its entry in the cache, which the process
-    that unpickles it opens again. A table of a block is pickled with its rows.
+    A table of a whole file is pickled without its rows: the process that unpickles it opens the
+    cache entry, or else the file, again. A table of a block is pickled with its rows.
 
     Args:
         path: the file.
-        rows: the rows; of a JSON file one column with the JSON text of each row.
-        json_columns: all columns that any row of a JSON file has.
+        rows: the rows. For a JSON file this is one column, with the JSON text of each row.
+        json_columns: of a JSON file, all columns that any row has. Unused for Parquet.
         digest: SHA-256 of the whole file's content. None: computed when it is needed.
-        first: number that the first row of the table has in the file; above 0 for a later block.
+        first: number in the file of the table's first row; above 0 for a later block.
         chat_columns: columns with chats and tool schemas, whose null fields are dropped when rows
             of Parquet are read (`drop_null_fields`).
-        entry: folder in the cache that the rows are mapped from.
+        entry: folder in the cache that the rows are mapped from. None: the rows are in memory.
         is_whole_file: whether the rows are all rows of the file, as `read_table` returns them.
 
     Attributes:
@@ -120,6 +120,7 @@ class RowTable:
         self._is_whole_file = is_whole_file
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickle a table of a whole file without its rows (`reopen_table`), and a block with them."""
         if not self._is_whole_file:
             return super().__reduce_ex__(protocol)
         return reopen_table, (self.path, self._entry, self.digest, self._chat_columns)
@@ -128,8 +129,8 @@ class RowTable:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """Values of row `row` by column; None where the row has no value."""
-        # One batch of one row.
+        """Values by column of the table's row `row`; None where the row has no value."""
+        # There is one batch, of one row.
         [[values]] = self.batches(self.columns, 1, range(row, row + 1))
         return values
 
@@ -191,9 +192,10 @@ def drop_null_fields(row: dict[str, Any], columns: Iterable[str]) -> None:
         columns: the columns to clean, or fields of struct columns, such as `extra_info.messages`.
     """
     for name in columns:
-        # A name with a dot may be the name of a column, or lead to a field of one.
+        # A name with a dot may be the name of a column, or the path to a field of a column.
         *path, field_name = [name] if name in row else name.split(".")
-        # Follow the path to the dictionary that has the field; None if the row lacks a part of it.
+        # Follow the path to the struct that has the field. The row itself has the columns; None if
+        # the row lacks a struct on the path.
         struct: Any = row
         for part in path:
             struct = struct.get(part) if isinstance(struct, dict) else None
@@ -223,8 +225,9 @@ class _JsonFacts:
     """Columns and bad lines of a JSON file, collected while it is read.
 
     Attributes:
-        columns: all columns that any row has, as keys, in the order in which they first appear.
-        bad: for each bad line its place ("line 3"), what it has, and what was expected.
+        columns: all columns that any row has, in the order in which they first appear. They are
+            the keys of a dictionary, which serves as an ordered set.
+        bad: for each bad line its place ("line 3"), what the line has, and what was expected.
     """
 
     columns: dict[str, None] = field(default_factory=dict)
@@ -244,14 +247,15 @@ def read_table(
         cache_dir: keeps the rows of large files, in `rows/` inside it. None: rows are in memory.
         bad_lines: list that the errors of bad lines of JSON, which are left out, are added to.
             None: the first error is raised.
-        chat_columns: columns with chats and tool schemas, which lose the null fields that Parquet
-            adds to structs.
+        chat_columns: columns with chats and tool schemas. The null fields that Parquet adds to
+            structs in them are removed when rows are read.
 
     Returns:
         The rows of the file.
 
     Raises:
-        DataError: the file is damaged or has no rows; it names file and line.
+        DataError: the file is damaged, has no rows, or has another suffix. The error names the
+            file, and the line if there is one.
     """
     suffix = path.suffix.lower()
     if suffix not in TABLE_SUFFIXES:
@@ -263,7 +267,7 @@ def read_table(
     digest: str | None = None
     entry: Path | None = None
     try:
-        # `batches` are iterators: nothing is read until the table or the cache entry is made.
+        # `batches` is an iterator: no row is read until the table or the cache entry is made.
         if suffix in _PARQUET_SUFFIXES:
             # Not `read_table` of pyarrow, which makes a column of a folder's name such as `split=train`.
             parquet = pq.ParquetFile(path)
@@ -280,7 +284,8 @@ def read_table(
         if cache_dir is None or num_bytes < MAPPED_BYTES:
             rows = pa.Table.from_batches(batches, schema)
         else:
-            # The key has the content and not the path, so copies of a file share an entry.
+            # The key depends on the content and not on the path, so copies of a file share an
+            # entry.
             digest = _file_digest(path)
             identity = f"{digest} {path.suffix} {pa.__version__}"
             key = hashlib.sha256(identity.encode()).hexdigest()[:32]
@@ -289,7 +294,7 @@ def read_table(
     except (pa.ArrowException, OSError) as error:
         raise _damaged_file_error(path, error) from error
 
-    # The cache stores `facts` beside the rows, so bad lines are reported at each start.
+    # A cache entry has the bad lines too (`facts`), so they are reported at each start.
     errors = _bad_line_errors(path, facts)
     if bad_lines is not None:
         bad_lines += errors
@@ -325,15 +330,16 @@ def reopen_table(
         path: the file.
         entry: folder in the cache that the rows are mapped from. None: the file is read again.
         digest: SHA-256 of the file's content when it was read first.
-        chat_columns: columns with chats and tool schemas.
+        chat_columns: as for `read_table`.
 
     Returns:
         The same rows.
 
     Raises:
-        DataError: the content of the file has changed since.
+        DataError: the file is read again, and its content has changed.
     """
     if entry is not None:
+        # No check of the content is needed: the name of the entry depends on it.
         rows, facts = _open_cache_entry(entry)
         return RowTable(
             path,
@@ -344,7 +350,7 @@ def reopen_table(
             entry=entry,
             is_whole_file=True,
         )
-    # The list is dropped: bad lines were reported when the file was read first.
+    # The errors of bad lines are dropped: they were reported when the file was read first.
     table = read_table(path, bad_lines=[], chat_columns=chat_columns)
     if table.digest != digest:
         raise DataError(
@@ -367,27 +373,29 @@ def read_blocks(
 
     Args:
         path: a local file.
-        num_rows: most rows of a block. A block of a parquet file also ends with its row group.
-        start: number of the first row to read; it must be the first row of a block.
-        bad_lines: as for `read_table`.
+        num_rows: most rows of a block. A block of a parquet file also ends where its row group
+            ends.
+        start: number of the first row to return; it must be the first row of a block.
+        bad_lines: as for `read_table`. Errors are added before the block with these lines is
+            returned.
         chat_columns: as for `read_table`.
 
     Returns:
         The blocks.
 
     Raises:
-        DataError: the file is damaged; it names file and line.
+        DataError: the file is damaged. The error names the file, and the line if there is one.
     """
     if path.suffix.lower() not in _PARQUET_SUFFIXES:
         yield from _read_json_blocks(path, num_rows, start, bad_lines)
         return
-    first = 0
+    first = 0  # number of the first row that is still to come
     try:
         parquet = pq.ParquetFile(path)
         for group in range(parquet.num_row_groups):
             end = first + parquet.metadata.row_group(group).num_rows
             if end <= start:
-                # Skipped without decoding it.
+                # The row group is skipped without decoding it.
                 first = end
                 continue
             # Blocks do not span row groups, so a resumed run can skip whole groups.
@@ -403,8 +411,8 @@ def read_blocks(
 def _read_json_blocks(
     path: Path, num_rows: int, start: int, bad_lines: list[DataError] | None
 ) -> Iterator[RowTable]:
-    """Read the rows of a JSON file block by block, as `read_blocks` does."""
-    first = 0
+    """Read the rows of a JSON file block by block. Arguments and errors as for `read_blocks`."""
+    first = 0  # number of the batch's first row; bad lines are not counted
     facts = _JsonFacts()
     for batch in _read_json_batches(path, facts, num_rows, keeps_bad=bad_lines is not None):
         if first >= start:
@@ -413,7 +421,7 @@ def _read_json_blocks(
             if len(batch):
                 rows = pa.Table.from_batches([batch])
                 yield RowTable(path, rows, facts.columns, first=first)
-        # Bad lines are reported once, with the block that they stand in; those before `start` never.
+        # Each bad line is reported once, with its block; lines before `start` are not reported.
         facts.bad.clear()
         first += len(batch)
 
@@ -427,7 +435,7 @@ def _bad_line_errors(path: Path, facts: _JsonFacts) -> list[DataError]:
 
 def _damaged_file_error(path: Path, error: Exception) -> DataError:
     """Turn an error of Arrow or of the disk into a DataError about the file."""
-    # Errors of Arrow have several lines.
+    # An error of Arrow may have several lines, of which the first says what is wrong.
     reason = str(error).strip().partition("\n")[0]
     size = path.stat().st_size
     kind = "parquet" if path.suffix.lower() in _PARQUET_SUFFIXES else "JSON"
@@ -442,21 +450,24 @@ def _damaged_file_error(path: Path, error: Exception) -> DataError:
 def _map_cached_rows(
     path: Path, entry: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], facts: _JsonFacts
 ) -> tuple[pa.Table, _JsonFacts]:
-    """Map the rows of a file from the cache into memory. If they are not there yet, write them first.
+    """Map the rows of a file from the cache into memory; write the cache entry first if needed.
+
+    An entry that cannot be read is reported and written again.
 
     Args:
         path: the file.
         entry: the folder in the cache.
-        schema: types of the batches.
+        schema: types of the columns in `batches`.
         batches: iterator over the rows. It is used only if the entry has to be written.
-        facts: of a JSON file. `batches` adds to it while it is iterated; stored with the rows.
+        facts: filled by `batches` while the rows of a JSON file are read; empty for Parquet. They
+            are stored with the rows.
 
     Returns:
         The rows, and the facts that were stored with them.
     """
     num_rows = 0
     make_directory(entry.parent, where="data.cache_dir")
-    # Mode "a" never truncates: the name of the lock might be a link to somebody's file.
+    # Mode "a" never truncates: the lock's path may be a link that leads to another file.
     with (
         entry.with_suffix(".lock").open("ab") as lock,
         waiting(f"another process to write {entry}"),
@@ -482,7 +493,7 @@ def _map_cached_rows(
                 for batch in batches:
                     writer.write_batch(batch)
                     num_rows += len(batch)
-            # Only now has the iterator seen all columns and bad lines.
+            # Written last: `facts` is complete only when all rows have been read.
             (draft / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
         return _open_cache_entry(entry)
 
@@ -497,11 +508,11 @@ def _open_cache_entry(entry: Path) -> tuple[pa.Table, _JsonFacts]:
 def _read_json_batches(
     path: Path, facts: _JsonFacts, num_rows: int = _MAX_BATCH_ROWS, *, keeps_bad: bool
 ) -> Iterator[pa.RecordBatch]:
-    """Read the rows of a JSON file as texts, after checking that each is an object.
+    """Read the rows of a JSON file as JSON texts, each of which is checked to be an object.
 
     Args:
         path: the file.
-        facts: columns and bad lines are added to it.
+        facts: gets the columns and bad lines that are found.
         num_rows: most rows of a batch.
         keeps_bad: whether bad lines are added to `facts`. Otherwise the first one raises an error.
 
@@ -524,6 +535,7 @@ def _read_json_batches(
             got = f"text that is no JSON ({error})"
             expected = "one JSON object per line"
         else:
+            # A good row ends this pass of the loop; what follows is for bad lines.
             if isinstance(row, dict):
                 facts.columns.update(dict.fromkeys(row))
                 texts.append(text)
@@ -546,10 +558,13 @@ def _read_json_texts(path: Path) -> Iterator[tuple[str, bytes]]:
     """Read the text of each row of a JSON file, which has a row per line, or is one list of rows.
 
     Returns:
-        Pairs of the row's place, for errors ("line 3"), and its text.
+        For each row its place, for errors ("line 3", or "row 3" of a list), and its JSON text.
+
+    Raises:
+        DataError: the file begins as a list, and is not valid JSON.
     """
     with path.open("rb") as file:
-        # Editors on Windows put a byte order mark in front.
+        # Editors on Windows put a byte order mark in front, which is skipped.
         has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
         first_byte = file.tell() if has_mark else 0
         file.seek(first_byte)
@@ -561,7 +576,8 @@ def _read_json_texts(path: Path) -> Iterator[tuple[str, bytes]]:
         file.seek(first_byte)
 
         if path.suffix.lower() != ".json" or first_character != b"[":
-            # Lines of a binary file end at "\n" only: a JSON string may contain U+2028 and U+0085.
+            # Lines of a binary file end at "\n" only. `str.splitlines` would also end them at
+            # U+2028 and U+0085, which a JSON string may contain.
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"line {number}", line
@@ -589,7 +605,7 @@ def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> lis
         where: the configuration key, for errors.
 
     Returns:
-        Local files in the order of the names; those of a glob in alphabetical order.
+        Local files in the order of the names. The files of a glob are in alphabetical order.
 
     Raises:
         DataError: there is no name, a file does not exist, a glob matches nothing, or a store
@@ -606,9 +622,13 @@ def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> lis
 
 
 def _resolve(name: str, cache: Path, where: str) -> list[Path]:
-    """Find the local files of one path, glob or URL; copies of remote files are in `cache`."""
+    """Find the files of one path, glob or URL; copy remote ones into the folder `cache`.
+
+    Raises:
+        DataError: a file does not exist, the glob matches nothing, or the store cannot be read.
+    """
     is_url = "://" in name
-    # In a URL a question mark starts the query, and is no pattern.
+    # In a URL a question mark starts the query, so it does not make the name a glob.
     pattern = name.replace("?", "") if is_url else name
     is_pattern = has_magic(pattern) and not Path(name).exists()
     if name.startswith(("http://", "https://")) and not is_pattern:
@@ -618,11 +638,11 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
             # The package for this store is not installed, but pyarrow has a client of its own.
             store, _ = FileSystem.from_uri(f"s3://{urlsplit(name).netloc}")
             filesystem = ArrowFSWrapper(store)
-            root = name.removeprefix("s3://")
+            path_in_store = name.removeprefix("s3://")
         else:
-            filesystem, root = url_to_fs(name if is_url else str(Path(name).expanduser()))
+            filesystem, path_in_store = url_to_fs(name if is_url else str(Path(name).expanduser()))
         filesystem.invalidate_cache()  # the process may have listed an earlier version
-        paths = sorted(filesystem.glob(root)) if is_pattern else [root]
+        paths = sorted(filesystem.glob(path_in_store)) if is_pattern else [path_in_store]
         if not paths:
             raise DataError(
                 where, got=f"{name!r}, which matches no file", expected="at least one file"
@@ -651,8 +671,9 @@ def _require_file(file: Path, where: str) -> None:
         fix = f"Name its files, as in {file}/*.parquet."
         if any((file / name).is_file() for name in _SAVE_TO_DISK_FILES):
             fix = (
-                f"save_to_disk of datasets wrote it: load_from_disk({str(file)!r}), and a part of "
-                "it where there are several, has a method to_parquet(FILE)."
+                "The folder was written by save_to_disk of datasets. Convert it with"
+                f" load_from_disk({str(file)!r}).to_parquet(FILE). If it has several splits, call"
+                " to_parquet for one of them, as in load_from_disk(...)['train']."
             )
         raise DataError(where, got=f"{file}, a folder", expected="files", fix=fix)
     if not file.is_file():
@@ -662,13 +683,17 @@ def _require_file(file: Path, where: str) -> None:
 
 
 def _download_to_cache(url: str, cache: Path, where: str) -> Path:
-    """Download a document into the cache, unless its current version is there; return the copy."""
+    """Download a document into the cache, unless its current version is there; return the copy.
+
+    Raises:
+        DataError: the server cannot be reached, or sends a web page.
+    """
     try:
         with document(url, SILENCE_S) as (headers, chunks):
-            # Servers differ in which of these headers they send.
+            # Servers differ in which of these headers they send; missing ones are None.
             version = [headers.get(name) for name in ("etag", "last-modified", "content-length")]
             target = cache / _cache_name(url, version)
-            # Without any of these headers the document may have changed, so it is copied again.
+            # Without any of these headers the copy may be out of date, so it is made again.
             if target.is_file() and any(version):
                 return target
             num_bytes = 0
@@ -705,13 +730,18 @@ def _refuse_web_page(first_chunk: bytes, url: str, where: str) -> None:
 
 
 def _cache_name(url: str, *version: Any) -> str:
-    """Name of a remote file's copy: a hash of its URL and its version, then its own name."""
+    """Name of a remote file's copy: a hash of URL and version, then the last part of the URL."""
     key = hashlib.sha256(repr((url, *version)).encode()).hexdigest()[:20]
     return f"{key}-{PurePosixPath(urlsplit(url).path).name}"
 
 
 def _copy_to_cache(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path) -> Path:
-    """Copy a remote file into the cache, unless its current version is there; return the copy."""
+    """Copy a remote file into the cache, unless its current version is there; return the copy.
+
+    Raises:
+        ServerLostError: the store cannot be reached, or no longer has the file.
+        DataError: the cache cannot be written.
+    """
     info = filesystem.info(path)
     url = filesystem.unstrip_protocol(path)
     version = sorted(
@@ -739,7 +769,7 @@ def make_directory(path: Path, *, where: str) -> Path:
         `path`.
 
     Raises:
-        DataError: it cannot be created.
+        DataError: the directory cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -760,22 +790,24 @@ def written_aside(target: Path, *, where: str) -> Iterator[Path]:
     Readers never see a half-written target. After an error the temporary file or folder is removed.
 
     Args:
-        target: a file or a folder; it need not exist.
+        target: a file or a folder. One that exists is replaced.
         where: the configuration key, for errors of the disk.
 
     Raises:
-        DataError: the disk is full, or the place cannot be written.
+        DataError: the disk is full, or the place cannot be written. Any OSError raised inside the
+            context becomes this error.
     """
     make_directory(target.parent, where=where)
     # In the same folder, because a rename is atomic only within one file system.
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
         yield draft
+        # The safetensors library makes files that only their owner can read: give them the
+        # permissions of the folder.
         for file in draft.glob("*.safetensors"):
-            # The safetensors library makes files that only their owner can read.
             file.chmod(draft.stat().st_mode & 0o666)
         if draft.is_dir() and target.is_dir():
-            # A rename cannot replace a folder: the old one is moved aside first.
+            # A rename cannot replace a folder with files: the old one is moved aside first.
             old = draft.with_suffix(".old")
             os.rename(target, old)
             os.rename(draft, target)
@@ -800,7 +832,7 @@ def write_once(content: bytes, folder: Path) -> Path:
     """Write a Parquet file of the cache, named after its content, unless it exists already.
 
     Args:
-        content: the file's content.
+        content: the bytes of the Parquet file.
         folder: folder in the cache; created if it does not exist.
 
     Returns:
@@ -819,12 +851,12 @@ def write_once(content: bytes, folder: Path) -> Path:
 def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, where: str) -> Path:
     """Write rows to a file that is named after its content, so that equal rows share a file.
 
-    The format is JSON lines. If JSON cannot hold a value, such as bytes, it is Parquet.
+    The format is JSON lines, or Parquet if JSON cannot hold a value, such as bytes.
 
     Args:
-        rows: the rows.
+        rows: the rows, as dictionaries of columns.
         folder: where the file goes; created if it does not exist.
-        label: beginning of the file's name, and name of the rows in errors.
+        label: beginning of the file's name; errors name the rows by it too.
         where: configuration key that the folder comes from.
 
     Returns:
@@ -836,13 +868,14 @@ def write_data_file(rows: list[dict[str, Any]], folder: Path, label: str, *, whe
     try:
         lines = []
         for row in rows:
-            # Arrays and tensors become lists.
+            # Arrays and tensors become lists; other objects have no `tolist` and raise.
             value = jsonable(row, methodcaller("tolist"))
             lines.append(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
         suffix = "jsonl"
+        # UTF-8 cannot hold half a surrogate pair: it becomes an escape such as `\ud800`, as in
+        # JSON.
         content = "".join(lines).encode("utf-8", "backslashreplace")
     except (TypeError, AttributeError):
-        # JSON cannot hold a value.
         suffix = "parquet"
         stream = pa.BufferOutputStream()
         try:

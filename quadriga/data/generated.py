@@ -61,7 +61,7 @@ class AbstractDataGenerator(ABC):
 
 
 class _GeneratedRows(RLHFDataset):
-    """Rows of one call of the generator, all of which may turn out to be too long."""
+    """Rows of one call of the generator. There may be none, since all may be too long."""
 
     may_be_empty = True
 
@@ -74,7 +74,7 @@ class DynamicGenDataset(Dataset):
         tokenizer: as for `RLHFDataset`.
         config: the section `data`.
         processor: as for `RLHFDataset`.
-        max_samples: as for `RLHFDataset`, of the files.
+        max_samples: as for `RLHFDataset`; limits the rows of the files, not the generated ones.
         options: further arguments of `RLHFDataset`.
 
     Raises:
@@ -93,9 +93,10 @@ class DynamicGenDataset(Dataset):
         **options: Any,
     ) -> None:
         self.config = config
-        self.batch: DataProto | None = None  # of the last step, with rewards and advantages
+        # Batch of the last step, with rewards and advantages, for the generator.
+        self.batch: DataProto | None = None
         datagen = config.datagen
-        # The generator is created first: its errors come before the files are read.
+        # The generator is created first, so that its errors come before the files are read.
         module = import_file(str(datagen.path), _WHERE)
         cls = member_of(module, str(datagen.name), _WHERE, base=AbstractDataGenerator)
         self.data_generator = cls(datagen)
@@ -104,9 +105,10 @@ class DynamicGenDataset(Dataset):
         file_rows = RLHFDataset(data_files, max_samples=max_samples, **options)
         self.processor = file_rows.processor
         self._make_part = partial(_GeneratedRows, **options)
-        # The rows of the files, then those of each call of the generator.
+        # One data set for the rows of the files, then one for the rows of each call of the
+        # generator.
         self.parts = [file_rows]
-        # For each part, the number of rows up to its end, counted over all parts.
+        # For each part, the number of rows in it and all parts before it.
         self._ends = [len(file_rows)]
         # Content of the Parquet file of each generated part, for checkpoints.
         self._contents: list[bytes] = []
@@ -122,8 +124,8 @@ class DynamicGenDataset(Dataset):
 
     @property
     def dataframe(self) -> "datasets.Dataset":
-        """All rows as they were read and generated, with the columns of any of them."""
-        # Parts may differ in their columns, and in the types of columns of one name.
+        """All rows as they were read and generated. Each row has the columns of all parts."""
+        # Parts may have different columns, and columns of one name with different types.
         tables = [part.dataframe.with_format("arrow")[:] for part in self.parts]
         return as_hf_dataset(pa.concat_tables(tables, promote_options="permissive"))
 
@@ -134,24 +136,24 @@ class DynamicGenDataset(Dataset):
             batch: the batch of the step, with rewards and advantages.
 
         Raises:
-            DataError: the generator returns no rows, or wrong ones.
+            DataError: the generator returns something else than rows, or bad rows.
         """
         self.batch = batch
         self.append_dataframe(self.data_generator.generate(self))
 
     def append_dataframe(self, new_dataframe: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows. With `data.filter_overlong_prompts` those that are too long are left out.
+        """Add rows at the end. With `data.filter_overlong_prompts` overlong rows are left out.
 
         Args:
-            new_dataframe: the rows, each a dictionary of columns.
+            new_dataframe: the rows, each a dictionary of columns. There may be none.
 
         Raises:
-            DataError: a row is no dictionary, or wrong.
+            DataError: a row is no dictionary or a bad row, or a column has several types.
         """
         where = f"{_WHERE} {type(self.data_generator).__name__}.generate"
-        # A value that cannot be iterated over is reported below, as a wrong row.
+        # A value that cannot be iterated over is reported below as a row that is no dictionary.
         rows = list(new_dataframe) if isinstance(new_dataframe, Iterable) else [new_dataframe]
-        empty_row = {}
+        empty_row = {}  # all columns, each with the value None
         for row in rows:
             if not isinstance(row, Mapping):
                 raise DataError(
@@ -161,7 +163,7 @@ class DynamicGenDataset(Dataset):
         if not rows:
             return
         try:
-            # Arrow takes its columns from the first row, so each row gets the columns of all.
+            # Arrow takes the columns of a table from its first row, so each row gets all columns.
             table = pa.Table.from_pylist([empty_row | dict(row) for row in rows])
         except pa.ArrowException as error:
             raise DataError(where, got=str(error), expected="columns of one type each") from error
@@ -170,17 +172,18 @@ class DynamicGenDataset(Dataset):
         self._append(content.getvalue())
 
     def _append(self, content: bytes) -> None:
-        """Write a Parquet file into the cache and add its rows."""
-        # A resumed run finds this file by the same content, or writes it again.
+        """Add the rows of a Parquet file with this content, which is written into the cache."""
+        # The name of the file is a hash of the content, so a resumed run finds it there.
         file = write_once(content, Path(self.config.cache_dir).expanduser() / "generated")
         part = self._make_part(str(file))
+        # The trainer may have set it for the parts that existed then.
         part.columns_entry = self.parts[0].columns_entry
         self.parts.append(part)
         self._ends.append(self._ends[-1] + len(part))
         self._contents.append(content)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the files' rows, all generated rows, and the generator's state, if any."""
+        """State of the files' rows, all generated rows, and the generator's state or None."""
         generator_state = None
         if hasattr(self.data_generator, "state_dict"):
             generator_state = self.data_generator.state_dict()
@@ -197,10 +200,10 @@ class DynamicGenDataset(Dataset):
         """Restore the generated rows and the generator.
 
         Raises:
-            DataError: the files have other rows than those of the state.
+            DataError: the files have other rows than when the state was saved.
         """
         self.parts[0].load_state_dict(state["files"])
-        # The rows of the files need not be read again.
+        # Only the first part, which has the rows of the files, stays.
         del self.parts[1:]
         del self._ends[1:]
         self._contents.clear()

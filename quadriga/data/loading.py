@@ -37,8 +37,8 @@ from quadriga.user_file import accepted_arguments, import_file, member_of
 LOADER_CONTEXT = "fork" if sys.platform == "linux" else "spawn"
 """Start method of the `data.dataloader_num_workers` processes, as `multiprocessing` names it.
 
-A forked process has the data set as it is. It may be a user's that cannot be pickled, or of a class
-that only this process has imported; its rows are not copied; and the user's script is not run
+A forked process inherits the data set, so the data set need not be picklable, its class may be one
+that only this process has imported, and its rows are not copied. Nor is the user's script run
 again, as spawn and forkserver do.
 
 A fork of a process with threads is unsafe because a thread may hold a lock. That is acceptable
@@ -46,39 +46,41 @@ here: these processes only prepare rows, call nothing of Ray's, free no inherite
 (`_begin_worker`), have torch's handler of SIGTERM, and end without running this process's exit
 functions. On systems other than Linux, system libraries do not survive a fork."""
 _INDEPENDENT_SAMPLERS = (MixtureSampler, RandomSampler, SequentialSampler)
-"""Samplers whose choice of rows does not depend on the training."""
+"""Samplers whose choice of rows does not depend on the batches so far."""
 
 
 class RowLoader(StatefulDataLoader):
     """A loader of batches that refuses a state if the data have changed since it was saved.
 
     If rows come without the inputs of a vision-language model
-    (`data.return_multi_modal_inputs=false`), the loader adds these to the batch."""
+    (`data.return_multi_modal_inputs=false`), the loader adds these inputs to each batch."""
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
         processor = getattr(self.dataset, "processor", None)
         if isinstance(processor, VisionProcessor):
-            # In the loader's own process: worker processes would have to send large pixel tensors.
+            # Added in this process: worker processes would have to send it large pixel tensors.
             return map(processor.add_inputs, batches)
         return batches
 
     def lets_read_ahead(self) -> bool:
         """Whether a thread may fetch the next batch during a step.
 
-        If so, this call also gives the data set a tokenizer of its own for that thread. A thread may
-        not if a user's code makes the rows, because it may use the process's random generators; if
-        the choice of rows depends on the step; or if there are worker processes, which read ahead
-        themselves.
+        If it may, this call also prepares the data set for it: the data set gets a copy of the
+        tokenizer.
         """
         rows = self.dataset
         tokenizer = getattr(rows, "tokenizer", None)
         if isinstance(rows, StreamedDataset):
             rows = rows.block
+        # A user's code makes the rows, and may use the random generators of this process.
         if type(rows).__getitem__ is not RLHFDataset.__getitem__:
             return False
+        # The next rows depend on the step.
         if type(self.sampler) not in _INDEPENDENT_SAMPLERS or hasattr(rows, "on_batch_end"):
             return False
+        # A tokenizer in Python would compete with the step for the interpreter; worker processes
+        # read ahead themselves.
         if getattr(tokenizer, "backend_tokenizer", None) is None or self.num_workers > 0:
             return False
         # Threads must not share a tokenizer: a call changes its settings for padding and truncation.
@@ -86,7 +88,7 @@ class RowLoader(StatefulDataLoader):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and with files the identity of their rows (`FileDataset.state_dict`)."""
+        """The position among the rows; for a `FileDataset`, also what identifies the rows."""
         state = super().state_dict()
         if isinstance(self.dataset, FileDataset):
             state = state | {"rows": self.dataset.state_dict()}
@@ -96,7 +98,7 @@ class RowLoader(StatefulDataLoader):
         """Continue at a position.
 
         Raises:
-            DataError: the rows are not those that the state was saved with.
+            DataError: the rows differ from the rows that the state was saved with.
         """
         # A copy, because `pop` below must not change the caller's dictionary.
         state = dict(state_dict)
@@ -117,7 +119,7 @@ _UNCALLED_HOOKS = frozenset(
         "split",
     }
 )
-"""Methods of verl's `RLHFDataset` that its users override, and that ours does not call."""
+"""Methods of verl's `RLHFDataset` that users override, and that the class here does not call."""
 
 
 def create_rl_dataset(
@@ -131,22 +133,22 @@ def create_rl_dataset(
 ) -> Dataset:
     """Create the data set of training or validation.
 
-    It is a `RLHFDataset`; for training with `data.datagen` a `DynamicGenDataset`, with
-    `data.streaming` a `StreamedDataset`; or of the class named by `data.custom_cls`.
+    It is a `RLHFDataset` by default, or of the class named by `data.custom_cls`. For training, it
+    is a `DynamicGenDataset` with `data.datagen`, and a `StreamedDataset` with `data.streaming`.
 
     A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has
     `__init__(data_files, tokenizer, config, processor)`, with `is_train`, `max_samples` and
     `context` if it takes them, `__len__()`, and `__getitem__(item)`, which returns a row with the
     keys of `RLHFDataset.__getitem__`. It may have `on_batch_end(batch)`, which gets the `DataProto`
     of each training step after its update, in the trainer's process, and `state_dict()` and
-    `load_state_dict(state)`, which are called with each checkpoint. Settings that every class has
-    to respect are arguments; all others are in `config`.
+    `load_state_dict(state)`, which are called when a checkpoint is saved and loaded. Settings that
+    every class has to respect are arguments; all others are in `config`.
 
     Args:
         data_paths: a path, a glob, a URL, or a list of these.
         data_config: the section `data`.
         tokenizer: renders and tokenizes prompts.
-        processor: of a vision-language model. None: prompts are text.
+        processor: processor of a vision-language model. None: prompts are text.
         is_train: whether the rows are for training, else for validation.
         max_samples: most rows to use; -1 for all.
         context: the tools that are rendered into prompts, and the size of the model's vocabulary.
@@ -155,8 +157,9 @@ def create_rl_dataset(
         A data set whose items are rows.
 
     Raises:
-        ConfigError: the class cannot be loaded.
-        DataError: the class does not take `max_samples`, or the data are wrong.
+        ConfigError: a user's class cannot be loaded, lacks a method, overrides one that is never
+            called, or does not take the arguments.
+        DataError: `max_samples` is set and the class does not take it, or the data are wrong.
     """
     custom = data_config.custom_cls
     custom_key = "data.custom_cls"
@@ -171,11 +174,11 @@ def create_rl_dataset(
         module = import_file(custom.path, custom_key)
         cls = member_of(module, custom.name, custom_key, base=Dataset)
         _check_hooks(cls, custom_key)
-    # Classes of users need not take all of these.
+    # A user's class need not have these parameters: only arguments that it takes are passed.
     options = accepted_arguments(
         cls, {"is_train": is_train, "max_samples": max_samples, "context": context}
     )
-    # Dropping this argument in silence would use more rows than asked for.
+    # Without this argument, the class would use more rows than the user asked for.
     if max_samples >= 0 and "max_samples" not in options:
         raise DataError(
             f"data.{'train' if is_train else 'val'}_max_samples",
@@ -190,7 +193,8 @@ def create_rl_dataset(
         "processor": processor,
         **options,
     }
-    # Checked without calling it, so that a TypeError raised inside `__init__` is not taken for it.
+    # Checked before the call, so that a TypeError raised inside `__init__` is not mistaken for
+    # wrong parameters.
     try:
         signature(cls).bind(**arguments)
     except TypeError as error:
@@ -203,10 +207,14 @@ def create_rl_dataset(
 
 
 def _check_hooks(cls: type, where: str) -> None:
-    """Raise a ConfigError for a user's data set that would not work as its author expects.
+    """Raise a ConfigError if a user's data set lacks a method, or has one that is never called.
 
-    Such a class lacks a method, or derives from this package's `RLHFDataset` and overrides a method
-    that only verl's class of that name calls.
+    A method is never called if it belongs to verl's `RLHFDataset`, and the user's class derives
+    from the class of this name in this package.
+
+    Args:
+        cls: the user's class.
+        where: configuration key of the class, for errors.
     """
     methods = ("__len__", "__getitem__")
     # torch's base class has no `__len__`, and a `__getitem__` that only raises.
@@ -218,10 +226,11 @@ def _check_hooks(cls: type, where: str) -> None:
             where,
             got=f"{cls.__name__} without {' and '.join(missing_methods)}",
             expected=f"a class with {' and '.join(methods)}",
-            fix="Return rows by their number there.",
+            fix="Let __len__ return the number of rows, and __getitem__(item) a row by its number.",
         )
     if not issubclass(cls, RLHFDataset):
         return
+    # `RLHFDataset` has none of these methods, so any that exists is the user's.
     overridden_hooks = {name for name in _UNCALLED_HOOKS if hasattr(cls, name)}
     if overridden_hooks:
         raise ConfigError(
@@ -237,8 +246,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
 
     Training rows come in the order of the user's own sampler, as a mixture (`data.mixture`), in a
     seeded shuffle that is new in each epoch, or in file order. Validation rows are in file order,
-    or shuffled with `data.validation_shuffle`. Generated rows (`data.datagen`) take part from the
-    next pass on.
+    or shuffled with `data.validation_shuffle`. Rows that are generated during a pass over the data
+    (`data.datagen`) are drawn from the next pass on.
 
     A class of your own derives from `torch.utils.data.Sampler` and has `__init__(data_source,
     data_config)`, `__iter__()` and `__len__()`. It may have `update(batch)`, which gets the
@@ -256,9 +265,9 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
         A sampler of row numbers.
 
     Raises:
-        ConfigError: the class cannot be loaded.
-        DataError: `data.dataloader_num_workers` is above 0, and the sampler has `update` or rows
-            are generated.
+        ConfigError: the user's class cannot be loaded.
+        DataError: `data.dataloader_num_workers` is above 0 while the sampler has `update` or rows
+            are generated; an entry of a mixture has no rows; or a data set to shuffle is empty.
     """
     num_workers = data_config.dataloader_num_workers
     if isinstance(dataset, DynamicGenDataset) and num_workers > 0:
@@ -266,10 +275,11 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
             "data.dataloader_num_workers",
             got=str(num_workers),
             expected="0 with data.datagen",
-            fix="Worker processes have copies of the data set, without the rows that are generated.",
+            fix="Leave it at 0: worker processes would have copies without the generated rows.",
         )
     if is_train and data_config.sampler.class_path is not None:
         return _create_custom_sampler(data_config, dataset)
+    # A stream shuffles its rows itself.
     if isinstance(dataset, StreamedDataset):
         return SequentialSampler(dataset)
     if is_train and data_config.mixture:
@@ -279,13 +289,19 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
     is_shuffled = data_config.shuffle if is_train else data_config.validation_shuffle
     if is_shuffled:
         _require_rows(len(dataset), dataset, data_config)
-        # With a generator of its own, the order does not depend on other draws of random numbers.
+        # The sampler has its own generator, so other draws of random numbers do not change the
+        # order.
         return RandomSampler(dataset, generator=torch.Generator().manual_seed(data_config.seed))
     return SequentialSampler(dataset)
 
 
 def _create_custom_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
-    """Create the sampler of `data.sampler`."""
+    """Create the user's sampler, the class that `data.sampler` names.
+
+    Raises:
+        ConfigError: the class cannot be loaded.
+        DataError: the class has `update`, and there are worker processes.
+    """
     custom = data_config.sampler
     num_workers = data_config.dataloader_num_workers
     assert custom.class_path is not None
@@ -297,7 +313,7 @@ def _create_custom_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler
             "data.dataloader_num_workers",
             got=str(num_workers),
             expected=f"0 with {cls.__name__}, which learns from each batch",
-            fix="Worker processes would fetch rows ahead of the batches that the sampler learns from.",
+            fix="Leave it at 0: worker processes would fetch rows before `update` is called.",
         )
     if hasattr(cls, "update") and not hasattr(cls, "state_dict"):
         print(
@@ -313,12 +329,13 @@ def _require_rows(num_rows: int, dataset: Dataset, config: DataConfig) -> None:
 
     Args:
         num_rows: rows of an epoch, which may differ from the length of the data set.
-        dataset: the rows.
+        dataset: the data set, whose class the error names.
         config: the section `data`.
     """
     if num_rows > 0:
         return
     fix = "Check the files."
+    # The data sets of this package report it themselves if all prompts are too long.
     if config.custom_cls.path is not None:
         limit = f"data.max_prompt_length={config.max_prompt_length}"
         fix = f"Check the files. Raise {limit} if the class leaves longer prompts out."
@@ -333,7 +350,11 @@ def _require_rows(num_rows: int, dataset: Dataset, config: DataConfig) -> None:
 def _begin_worker(number: int) -> None:
     """Keep the garbage collector of a worker process from freeing inherited objects.
 
-    Freeing an object of Ray's takes a lock, which a thread of Ray's may have held during the fork.
+    Freeing an object of Ray's takes a lock. If a thread of Ray's held it during the fork, the
+    worker process would wait for it forever.
+
+    Args:
+        number: number of the worker process, which torch passes; not used.
     """
     gc.freeze()
 
@@ -353,7 +374,7 @@ def create_dataloader(
         dataset: the rows.
         config: the section `data`.
         batch_size: rows of a batch. None: one batch has the whole data set.
-        sampler: the order of the rows.
+        sampler: decides the order of the rows.
         drop_last: whether an incomplete last batch is left out.
         collate: makes a batch out of rows. None: `collate_fn`.
 
@@ -363,7 +384,7 @@ def create_dataloader(
     Raises:
         DataError: the data set is empty, or with `drop_last` too small for one batch.
     """
-    # An epoch of a mixture repeats or omits rows, so it has another length than the data set.
+    # An epoch of a mixture may repeat or omit rows, so its length may differ from the data set's.
     num_rows = len(sampler) if isinstance(sampler, MixtureSampler) else len(dataset)
     _require_rows(num_rows, dataset, config)
     size = num_rows if batch_size is None else batch_size
@@ -372,7 +393,7 @@ def create_dataloader(
             "data.train_batch_size",
             got=f"{size} prompts a batch from a data set of {num_rows}",
             expected=f"at most {num_rows}",
-            fix="Lower it, or add data: not one full batch could be made.",
+            fix="Lower it or add data: there are too few rows for one full batch.",
         )
     with warnings.catch_warnings():
         # torchdata calls a function that newer versions of torch keep only for torchdata.
@@ -386,7 +407,8 @@ def create_dataloader(
             worker_init_fn=_begin_worker,
             collate_fn=collate or collate_fn,
             drop_last=drop_last,
-            # Without a generator of its own, each start of the loader would draw from torch's global one, and a
-            # resumed run starts the loader once more than a run that was not interrupted.
+            # Without this generator, each start of the loader would draw from torch's global one. A
+            # resumed run starts the loader once more than an uninterrupted run, so its later random
+            # numbers would differ.
             generator=torch.Generator().manual_seed(config.seed),
         )

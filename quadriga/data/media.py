@@ -16,9 +16,12 @@ from quadriga.errors import DataError
 from quadriga.protocol.chats import IMAGE
 
 VIDEO = "<video>"
+"""Place of a video in the text of a message."""
 TAGS = {"image": IMAGE, "video": VIDEO}
+"""The tag in a text that marks the place of an image or video, by kind of media."""
 _FILE_KEYS = ("path", "url", "bytes")
-"""Keys of a content part that may hold its image or video, besides those named after the kind."""
+"""Keys of a content part that may hold its image or video, besides `image`, `image_url`, `video`
+and `video_url`."""
 
 
 def read_prompt(
@@ -33,18 +36,18 @@ def read_prompt(
         where: file and row, for errors.
 
     Returns:
-        The messages; and a list of two lists, the images and the videos in the order of their
-        places.
+        The messages, and a list of two lists: the images, and the videos, each in the order in
+        which the messages show them.
 
     Raises:
-        DataError: the row has no chat, or not as many images or videos as places for them, or it
-            has some and the model takes text only.
+        DataError: the prompt is no chat; the number of images or videos differs from the number of
+            their places in the messages; or there are some, and the model takes text only.
     """
     prompt_place = f"{where}, column {config.prompt_key!r}"
     messages = as_messages(row.get(config.prompt_key), where=prompt_place)
     media = media_of(row, config)
     if not is_vision:
-        # Otherwise images would be dropped in silence, and their places would be text.
+        # Without this error, images would be left out, and the model would read "<image>" as text.
         refuse_media(messages, media, config, where=where)
         return messages, [[], []]
     messages, images, videos = with_parts(
@@ -61,7 +64,8 @@ def media_of(row: Mapping[str, Any], config: DataConfig) -> dict[str, list[Any]]
         config: the section `data`, which names the columns.
 
     Returns:
-        Lists under "image" and "video"; no entry for a kind whose column is null.
+        Lists under "image" and "video"; no entry for a kind whose key (`data.image_key`,
+        `data.video_key`) is null.
     """
     media = {}
     if config.image_key is not None:
@@ -77,8 +81,9 @@ def with_parts(
     """Give each image and video a content part of its own, as chat templates expect.
 
     Each `<image>` and `<video>` in a text becomes a part, which stands for the next of `images` or
-    `videos`. Content that is already a list of parts may have parts that stand for the next image
-    or video, `{"type": "image"}`, and parts that hold their own, `{"type": "image", "image": ...}`.
+    `videos`. Content that is already a list of parts may have parts that stand for the next of
+    these too, `{"type": "image"}`, and parts that hold an image or video themselves,
+    `{"type": "image", "image": ...}`.
 
     Args:
         messages: the chat.
@@ -91,7 +96,8 @@ def with_parts(
         order of their parts.
 
     Raises:
-        DataError: the number of places differs from the number of images or of videos.
+        DataError: the number of places differs from the number of images or of videos, or a part
+            has an unknown form.
     """
     tags = {"image": IMAGE}
     if videos is not None:
@@ -103,7 +109,7 @@ def with_parts(
         new_messages.append({**message, "content": content})
         if isinstance(content, list):
             parts += content
-    # The images of a row are for its whole chat, so they are assigned when all parts are known.
+    # The images of a row belong to the whole chat, so they are counted over all of its messages.
     all_images = _take_media(parts, "image", images, where)
     all_videos = _take_media(parts, "video", videos or (), where)
     return new_messages, all_images, all_videos
@@ -112,26 +118,31 @@ def with_parts(
 def _take_media(
     parts: list[dict[str, Any]], kind: str, row_media: Sequence[Any], where: str
 ) -> list[Any]:
-    """Remove the media of one kind from their parts, and list them with those of the columns.
+    """List the images or videos of a chat, which come from its parts and from the row's columns.
 
     Args:
-        parts: the content parts of a chat, changed in place.
+        parts: the content parts of a chat. Images and videos that they hold are removed in place.
         kind: "image" or "video".
-        row_media: images or videos from the columns, for the parts without one of their own.
+        row_media: images or videos from the columns, for the parts that hold none.
         where: the row, for errors.
 
     Returns:
         The media in the order of their parts.
+
+    Raises:
+        DataError: `row_media` are fewer or more than the parts that hold none.
     """
-    # Removed, because chat templates expect parts that only mark the places.
+    # Removed from the parts, because chat templates expect parts that only mark the places. None:
+    # the part holds none.
     media = [part.pop(kind, None) for part in parts if part["type"] == kind]
-    num_from_columns = media.count(None)
+    # Not `media.count(None)`: to compare an array with `==` gives no single truth value.
+    num_from_columns = sum(medium is None for medium in media)
     if num_from_columns != len(row_media):
         tag = TAGS[kind]
         raise DataError(
             where,
             got=f"{num_from_columns} {tag} in the prompt, and {len(row_media)} {kind}s",
-            expected="one for each, where it stands",
+            expected=f"as many {tag} as {kind}s",
             fix=f"Write {tag} into the text for each {kind}, and set data.{kind}_key to their column.",
         )
     remaining = iter(row_media)
@@ -150,7 +161,8 @@ def refuse_media(
 
     Args:
         messages: the chat.
-        media: images and videos of the columns, by kind. The tags of other kinds are plain text.
+        media: images and videos of the columns, by kind (`media_of`). The tag of a kind that has no
+            entry is plain text.
         config: the section `data`, which names the columns.
         where: file and row, for errors.
         column: column of the messages. None: `data.prompt_key`.
@@ -176,7 +188,7 @@ def refuse_media(
             expected=expected,
             fix=f"Use such a model, or set data.{kind}_key=null to train on the text alone.",
         )
-    # Parts that are all text have been joined into one text before.
+    # `as_messages` has joined content whose parts are all text, so a list has other parts.
     if any(isinstance(content, list) for content in contents):
         raise DataError(
             prompt_place,
@@ -195,8 +207,9 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
         where: the row, for errors.
 
     Returns:
-        Parts of the type "text", and of the kinds in `tags`. The latter hold their image or video
-        under their kind if they brought it, else it comes from the row's columns.
+        Text without tags, or a list of parts. A part of a kind in `tags` that holds its own image
+        or video has it under its kind, as in {"type": "image", "image": ...}; one that only marks a
+        place has no such key.
 
     Raises:
         DataError: a part has none of the forms.
@@ -213,7 +226,7 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
         fields = {}
         if isinstance(part, Mapping):
             fields = without_nulls(part)
-        # A part without a type has its kind as its key. OpenAI's form has the type `image_url`.
+        # A part without a type is {kind: value}. OpenAI's form has the type `image_url`.
         kind = fields.pop("type", None) or next(iter(fields), None)
         kind = str(kind).removesuffix("_url")
         text = fields.get("text")
@@ -228,17 +241,22 @@ def _as_parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
                 where,
                 got=f"the part {str(part)[:80]!r} of a message",
                 expected=(
-                    f'{{"type": "text", "text": ...}}, or {{"type": {forms}}}, which may bring its'
-                    f" {forms}"
+                    f'{{"type": "text", "text": ...}}, or {{"type": {forms}}}, optionally with a'
+                    f" key {forms}"
                 ),
-                fix="It is a path, a file:// URL or the bytes of a file.",
+                fix="Give that key a path, a file:// URL or the bytes of a file.",
             )
         parts.append({"type": kind, **medium})
     return parts
 
 
 def _split_at_tags(text: str, kinds: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Split a text into parts: one for each tag, with its kind, and one for each text between."""
+    """Split a text into content parts: one for each tag, and one for each stretch of text between.
+
+    Args:
+        text: the text.
+        kinds: the kind of media of each tag.
+    """
     parts = []
     # With a group in its expression, `split` returns the separators too.
     for piece in re.split(f"({'|'.join(kinds)})", text):

@@ -29,7 +29,7 @@ def truncate(
     Args:
         ids: token ids, [L].
         max_length: most tokens of the result.
-        mode: the side that loses tokens.
+        mode: the side that loses tokens (see the top of this file).
         where: the sequence, for errors.
 
     Returns:
@@ -71,11 +71,11 @@ def postprocess_data(
     """Truncate or pad a tokenizer's output to exactly `max_length` columns.
 
     Args:
-        input_ids: [B, L].
-        attention_mask: [B, L]; padding gets 0.
+        input_ids: token ids, [B, L].
+        attention_mask: 1 for tokens and 0 for padding, [B, L].
         max_length: columns of the result.
         pad_token_id: fills `input_ids`.
-        left_pad: whether padding stands to the left of the tokens. Otherwise it is on their right.
+        left_pad: whether padding is on the left of the tokens. Otherwise it is on the right.
         truncation: the side on which sequences that are too long lose tokens.
         where: the sequences, for errors.
 
@@ -98,9 +98,9 @@ def postprocess_data(
 
 
 def _lengths_of_ends(length: int, max_length: int, mode: str, where: str) -> tuple[int, int]:
-    """Number of tokens that truncation keeps at the beginning and at the end of a sequence.
+    """Numbers of tokens that truncation keeps at the beginning and at the end of a sequence.
 
-    A sequence that is short enough is kept whole, as its beginning.
+    All tokens of a sequence that is short enough count as its beginning.
 
     Raises:
         DataError: as for `truncate`.
@@ -125,7 +125,7 @@ def _lengths_of_ends(length: int, max_length: int, mode: str, where: str) -> tup
         head = max_length
     elif mode == "middle":
         head = max_length // 2
-    # The end gets the odd token.
+    # With `middle` and an odd length, the end gets one token more.
     return head, max_length - head
 
 
@@ -135,7 +135,7 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     Returns:
         Position ids, int64 [..., L].
     """
-    # A sum of bools or floats would give positions of that type.
+    # The result has the type of the mask, which may be bool or float.
     mask = mask.to(torch.int64)
     return (mask.cumsum(dim=-1) - 1).clamp(min=0) * mask
 
@@ -169,7 +169,7 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a DataError unless there are rows that are dictionaries of the same keys."""
+    """Raise a DataError if there are no rows, one is no dictionary, or their keys differ."""
     if not rows:
         raise DataError("collate_fn", got="no rows", expected="at least one")
     for row in rows:
@@ -186,7 +186,7 @@ def _check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
             names = ", ".join(sorted(differing_keys))
             raise DataError(
                 "collate_fn",
-                got=f"row {position} of the batch and row 0, of which only one has {names}",
+                got=f"rows 0 and {position} of the batch, of which only one has {names}",
                 expected="the same keys in every row",
                 fix="Let the data set give each row every key, with None where there is no value.",
             )

@@ -23,6 +23,7 @@ from quadriga.errors import DataError
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 """Formats that Pillow decodes itself, without another program. JPEG includes MPO."""
 MAX_PIXELS = 50_000_000
+"""Most pixels of an image: a small file may unpack to more than the memory holds."""
 _FORMS = 'a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"image": ...} or a PIL image'
 _SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
 """EXIF orientations that exchange height and width."""
@@ -50,15 +51,15 @@ class DecodedCache:
 
         Args:
             source: a file, or its bytes. Anything else is decoded each time.
-            variant: identifies what is decoded of the file, and how; part of the key.
-            decode: decodes the file.
-            size: returns the number of bytes of a value.
+            variant: identifies what is decoded of the file, and how; part of the cache's key.
+            decode: decodes the file. It never returns None.
+            size: returns the number of bytes of a decoded value.
 
         Returns:
             The result of `decode()`, now or in an earlier call.
         """
         if isinstance(source, Path):
-            # A file that is overwritten gets another key.
+            # A file that has been overwritten has another time, and so another key.
             status = source.stat()
             key: Any = (source, status.st_mtime_ns, status.st_size, variant)
         elif isinstance(source, io.BytesIO):
@@ -67,7 +68,7 @@ class DecodedCache:
             return decode()
 
         with self._lock:
-            # Removed here and put back below, as the most recently used.
+            # Removed here and put back below, as the most recently used. None: it is not there.
             value, num_bytes = self._values.pop(key, (None, 0))
             self.num_bytes -= num_bytes
         # Not under the lock: decoding is slow, and other threads use the cache meanwhile.
@@ -75,7 +76,7 @@ class DecodedCache:
             value = decode()
         num_bytes = size(value)
         with self._lock:
-            # Another thread may have put the same file there.
+            # Another thread may have put the same value there meanwhile.
             if key not in self._values and num_bytes <= self.max_bytes:
                 self._values[key] = (value, num_bytes)
                 self.num_bytes += num_bytes
@@ -95,21 +96,24 @@ def require_pillow(where: str) -> None:
         raise DataError(
             where,
             got="images, without Pillow to read them",
-            expected="it",
-            fix="pip install -e '.[vision]'.",
+            expected="Pillow",
+            fix="Install it: pip install -e '.[vision]'.",
         )
 
 
 def as_list(value: Any) -> list[Any]:
-    """List the images or videos of a column's value: null, a single one, or a list with nulls."""
-    # A path or the bytes of a file are sequences too, but of characters.
+    """List the images or videos in a column's value: null, one of them, or a list with nulls.
+
+    Nulls are left out.
+    """
+    # A path and the bytes of a file are sequences too, but not lists.
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     values = value if is_list else [value]
     return [medium for medium in values if medium is not None]
 
 
 def read_picture(value: Any, *, folder: Path, where: str) -> Any:
-    """Read an image in RGB, turned upright by its EXIF orientation, transparency over white.
+    """Read an image as RGB: turned upright by its EXIF orientation, transparent parts on white.
 
     Args:
         value: a path or a `file://` URL; bytes of an image file; a dictionary with `bytes`, `path`,
@@ -128,6 +132,7 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
     source = find_source(value, folder, where, "image", _FORMS)
 
     def decode() -> Any:
+        # Pillow decodes lazily: inside the context, so that errors of damaged files name the row.
         with _open_picture(source, where) as picture:
             upright = ImageOps.exif_transpose(picture)
             if upright.has_transparency_data:
@@ -156,7 +161,7 @@ def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
     """
     with _open_picture(find_source(value, folder, where, "image", _FORMS), where) as picture:
         width, height = picture.size
-        # The header has the size before the orientation is applied.
+        # The header has the size of the stored pixels, before the image is turned upright.
         orientation = picture.getexif().get(ExifTags.Base.Orientation)
     return (width, height) if orientation in _SIDEWAYS_ORIENTATIONS else (height, width)
 
@@ -165,8 +170,13 @@ def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
 def _open_picture(source: Any, where: str) -> Iterator[Any]:
     """Context manager: open an image and yield it; a `PIL.Image.Image` is yielded as it is.
 
+    Args:
+        source: a file, the bytes of one, or an image, from `find_source`.
+        where: the row and the number of the image, for errors.
+
     Raises:
-        DataError: the image cannot be opened, or an error is raised inside the context.
+        DataError: the image cannot be opened, or any error is raised inside the context, where
+            pixels are decoded.
     """
     try:
         if not isinstance(source, Path | io.BytesIO):
@@ -175,7 +185,7 @@ def _open_picture(source: Any, where: str) -> Iterator[Any]:
         with warnings.catch_warnings():
             # `_check_picture` raises for images that are too large.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            # Without this call Pillow knows only a few common formats.
+            # Registers all formats: without this call Pillow knows only a few common ones.
             Image.init()
             formats = [name for name in _FORMATS if name in Image.OPEN]
             with Image.open(source, formats=formats) as picture:
@@ -188,7 +198,12 @@ def _open_picture(source: Any, where: str) -> Iterator[Any]:
 
 
 def _check_picture(picture: Any, where: str) -> None:
-    """Raise an error if an image is too large or animated. Only its header is read."""
+    """Raise an error if an image is too large or animated. Only its header is read.
+
+    Raises:
+        DecompressionBombError: the image is too large; `_open_picture` turns it into a DataError.
+        DataError: the image is animated.
+    """
     if picture.width * picture.height > MAX_PIXELS:
         raise Image.DecompressionBombError(f"{picture.width} x {picture.height} pixels")
     num_frames = getattr(picture, "n_frames", 1)
@@ -230,7 +245,7 @@ def _unreadable_error(error: Exception, source: Any, where: str) -> DataError:
 
 
 def describe_source(source: Any) -> str:
-    """Describe a file, or the bytes of one, for an error."""
+    """Describe an image or video in an error: by its path, or by the number of its bytes."""
     if isinstance(source, io.BytesIO):
         return f"{source.getbuffer().nbytes} bytes"
     return str(source)
@@ -243,6 +258,8 @@ def _format_of(source: Path | io.BytesIO) -> str:
     else:
         with source.open("rb") as file:
             first_bytes = file.read(16)
+    # For each format, Pillow has a function that reads images and one that recognizes their
+    # beginning.
     for name, (_, accepts) in Image.OPEN.items():
         with suppress(IndexError, struct.error):
             if accepts is not None and accepts(first_bytes):
@@ -258,10 +275,10 @@ def find_source(value: Any, folder: Path, where: str, kind: str, expected: str) 
         folder: folder of the data file.
         where: the row and the number of the image or video, for errors.
         kind: "image" or "video".
-        expected: the forms that it may have, for errors.
+        expected: description of the forms that the value may have, for errors.
 
     Returns:
-        A path to a file, an `io.BytesIO`, or a `PIL.Image.Image` as it is.
+        The path of an existing file, an `io.BytesIO`, or a `PIL.Image.Image` as it is.
 
     Raises:
         DataError: the value has another form, or the file does not exist.
@@ -290,15 +307,18 @@ def _medium_in_fields(fields: Mapping[str, Any], where: str, kind: str) -> Any:
         without their values, which the caller refuses with an error that shows the keys.
     """
     values = without_nulls(fields)
+    # Keys such as `min_pixels` and `resized_height`, by which other libraries set the size of an
+    # image.
     size_keys = [name for name in values if "pixels" in name or "resized" in name]
     if size_keys:
         raise DataError(
             where,
             got=f"{', '.join(size_keys)} beside the {kind}",
-            expected="no size of its own",
-            fix=f"Set data.mm_processor_kwargs.min_pixels and max_pixels, for all {kind}s.",
+            expected=f"no key that sets the size of a single {kind}",
+            fix=f"Set data.mm_processor_kwargs.min_pixels and max_pixels instead, for all {kind}s.",
         )
-    # Bytes first: data sets of Hugging Face have `path` too, which is one of another machine.
+    # Bytes first: data sets of Hugging Face also have a `path`, where the file was on another
+    # machine.
     for name in ("bytes", "path", kind, "url"):
         if name in values:
             return values[name]
@@ -335,5 +355,5 @@ def _find_file(text: str, folder: Path, where: str, kind: str) -> Path:
         where,
         got=f"the {kind} {shortened(text)}, which is not there",
         expected=f"a file, here: {' or '.join(map(str, candidates))}",
-        fix="Correct the path. A relative one starts at the data file's folder or the working one.",
+        fix="Correct the path. A relative path starts at the data file's or the working directory.",
     )

@@ -8,7 +8,7 @@
       | <------- Counted or Failed ------ |
 
 driver    waits for the next answer of any process; unblocked by the answer, or by the end of a process.
-process   waits for the rows of a batch; unblocked by them, or by the end of the driver.
+process   waits for the rows of a batch; unblocked by the rows, or by the end of the driver.
 
 A process is a separate program (`quadriga.programs.SupervisedProgram`), not a fork: a fork inherits
 locks and signal handlers of the driver's threads, among them Ray's. It is not started by
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 BATCH_ROWS = 256
 """Rows that are measured in one call."""
 BAD = -1
-"""Stands for the number of tokens of a bad row."""
+"""Number of tokens that marks a bad row."""
 # Bits of the field `notes` of a measured prompt: facts that are counted and printed at the start.
 IN_JSON = 1
 CONTINUED = 2
@@ -73,8 +73,8 @@ NOTES = {
     "does not write the tools: the model cannot know of them",
 }
 MEASURED = np.dtype([("tokens", np.int64), ("notes", np.int8), ("order", np.uint32)])
-"""A measured prompt: its number of tokens, the sum of its `NOTES`, and the hash of its role order
-(`role_order`), which is 0 for a bad row."""
+"""A measured prompt: its number of tokens (`BAD` for a bad row), the sum of its `NOTES`, and the
+hash of its role order (`role_order`; 0 for a bad row)."""
 Measurements: TypeAlias = tuple[np.ndarray, list[DataError]]
 """`MEASURED` [rows], where bad rows have `BAD` tokens; and the errors of the bad rows."""
 _WORKERS_KEY = "data.filter_overlong_prompts_workers"
@@ -88,8 +88,8 @@ class PromptContext:
         tools: schemas of the tools that agent loops offer.
         agents: names of the agent loops that offer these tools.
         default_agent: agent loop of rows that name none.
-        vocabulary_size: rows of the model's embedding, if the tokenizer has ids beyond them. None:
-            each id has a row.
+        vocabulary_size: rows of the model's embedding, if the tokenizer has ids that are too large
+            for it. None: the embedding has a row for each id.
     """
 
     tools: tuple[Any, ...] = ()
@@ -103,7 +103,7 @@ class PromptContext:
         return self.tools if agent in self.agents else ()
 
     def fingerprint(self) -> str:
-        """Text of all values here, for the key of stored lengths."""
+        """All attributes as text, which is a part of the key of stored lengths."""
         facts = [self.tools, sorted(self.agents), self.default_agent, self.vocabulary_size]
         return json.dumps(facts, default=repr)
 
@@ -150,10 +150,11 @@ class PromptMeter:
                 errors.append(error)
                 prompt = _RenderedPrompt(text="", num_media_tokens=BAD, notes=0, order=0)
             prompts.append(prompt)
-        # Tokens of images and videos are added below, so those of the text have to be exact.
+        # Tokens of images and videos are added below, so the count of the text has to be exact.
         limit = None if self.processor else self.limit
         least, most = self.encoder.counter.bounds([prompt.text for prompt in prompts], limit).T
-        # Both bounds are on one side of the limit. The nearer one is taken.
+        # Without a limit both bounds are the exact count. With a limit, both are on the same side
+        # of the limit: take the closer one.
         counts = most if limit is None else np.where(least > limit, least, most)
 
         media_counts = np.array([prompt.num_media_tokens for prompt in prompts], dtype=np.int64)
@@ -164,7 +165,7 @@ class PromptMeter:
         return measured, errors
 
     def _needed_columns(self, table: RowTable) -> list[str]:
-        """The columns of a file that prompts depend on, or that are checked."""
+        """The columns of a file that `_render` reads, to render prompts or to check them."""
         config = self.config
         names = (
             config.prompt_key,
@@ -176,7 +177,8 @@ class PromptMeter:
         columns = [name for name in dict.fromkeys(names) if name in table.columns]
         if table.schema is None or "extra_info" not in columns:
             return columns
-        # `_render` checks that its values are dictionaries, as those of a struct are.
+        # `_render` only checks that `extra_info` is a dictionary, as each value of a struct column
+        # is.
         if pa.types.is_struct(table.schema.field("extra_info").type):
             columns.remove("extra_info")
         return columns
@@ -190,7 +192,7 @@ class PromptMeter:
             folder: folder of the data file.
 
         Returns:
-            The rendered prompt, with what is to be added to the tokens of its text.
+            The rendered prompt, and the number of tokens that its images and videos add.
 
         Raises:
             DataError: the row is bad.
@@ -203,20 +205,21 @@ class PromptMeter:
                 f"{where}, column 'extra_info'",
                 got=shortened(extra),
                 expected="a dictionary",
-                fix="Correct the row: it holds other facts about the row, by name.",
+                fix="Correct the row: the column holds further facts about it, by name.",
             )
         messages, media = read_prompt(row, config, is_vision=processor is not None, where=where)
         num_media_tokens = 0
         if processor is not None:
             counts, clips = processor.media_sizes(media, config, folder=folder, where=where)
             counts += [len(processor.video_ids(clip, self.encoder.encode)) for clip in clips]
-            # The rendered text has one token for each image and video already.
+            # `counts` has the tokens of each image and video. The rendered text already has one
+            # token for each.
             num_media_tokens = sum(counts) - len(counts)
 
         prompt_place = f"{where}, column {config.prompt_key!r}"
         tools = self.context.tools_of(row)
         text = self.encoder.render(messages, where=prompt_place, tools=tools)
-        # With a template that ignores tools, the model would be trained to call unknown functions.
+        # If the template ignored the tools, the model would be trained to call unknown functions.
         tool_names = [tool["function"]["name"] for tool in tools]
         missing_names = [name for name in tool_names if name not in text]
         if missing_names:
@@ -226,7 +229,7 @@ class PromptMeter:
                 expected="one that names the tools of its agent loop",
                 fix="Use a chat template that writes tools, or describe them in a system message.",
             )
-        # An id without a row in the embedding would stop the run at the step that draws this prompt.
+        # Checked now: an id without a row in the embedding would stop the run at a later step.
         vocabulary_size = self.context.vocabulary_size
         if vocabulary_size is not None:
             (token_ids,) = self.encoder.encode([text])
@@ -239,14 +242,18 @@ class PromptMeter:
             notes |= CONTINUED
         if tools:
             notes |= WITH_TOOLS
-        # If the messages name every tool, the check above says nothing about the template.
+        # If the messages themselves name every tool, the check above says nothing about the
+        # template. Then compare with the text without tools: if it is equal, the template ignores
+        # them.
         names_all_tools = tools and all(name in str(messages) for name in tool_names)
         if names_all_tools and text == self.encoder.render(messages, where=prompt_place):
-            # Not only a part of a longer word. Letters of other scripts separate words.
+            # Is any name in the text as a word, and not only within a longer word? With `re.ASCII`,
+            # letters of other scripts separate words.
             names = "|".join(map(re.escape, tool_names))
             named = re.search(rf"(?<!\w)(?:{names})(?!\w)", text, re.ASCII)
-            notes += UNWRITTEN_TOOLS if named else UNNAMED_TOOLS
-        # A hash that is equal in all processes, unlike that of `hash`. 0 is for bad rows.
+            notes |= UNWRITTEN_TOOLS if named else UNNAMED_TOOLS
+        # `crc32` gives the same number in all processes, unlike `hash`. 0 marks bad rows, so it
+        # becomes 1.
         order = repr(role_order(messages, has_tools=bool(tools)))
         return _RenderedPrompt(text, num_media_tokens, notes, zlib.crc32(order.encode()) or 1)
 
@@ -255,11 +262,11 @@ class _RenderedPrompt(NamedTuple):
     """A rendered prompt.
 
     Attributes:
-        text: as the chat template writes it.
+        text: the text that the chat template writes; empty for a bad row.
         num_media_tokens: tokens of images and videos, in addition to the one token that the text
             has for each. `BAD`: the row is bad.
-        notes: the sum of its `NOTES`.
-        order: the hash of its role order.
+        notes: sum of the `NOTES` that hold for the prompt.
+        order: hash of the prompt's role order; 0 for a bad row.
     """
 
     text: str
@@ -274,6 +281,7 @@ def describe_prompts(measured: np.ndarray) -> str:
     Args:
         measured: `MEASURED` [rows].
     """
+    # The order 0 of bad rows does not count.
     num_orders = np.count_nonzero(np.unique(measured["order"]))
     longest = f"the longest has {measured['tokens'].max()} tokens"
     return f"{len(measured)} prompts measured: {longest}; {describe_template_check(num_orders)}"
@@ -282,7 +290,7 @@ def describe_prompts(measured: np.ndarray) -> str:
 def prompt_lengths(
     table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1
 ) -> Measurements:
-    """Measure every prompt of a file, and store the result on disk.
+    """Measure every prompt of a file, or read the result of an earlier run from the cache.
 
     The key of an entry is a hash of everything that the result depends on: the content of the file,
     the tokenizer, the chat template and its arguments, the columns, the tools, the limit and the
@@ -302,7 +310,7 @@ def prompt_lengths(
     Raises:
         DataError: a process has died, or counting has failed.
     """
-    # The key of an entry could not tell whether an image has changed.
+    # The key of a cache entry could not tell whether the content of an image has changed.
     if meter.processor is not None:
         return _measure_file(table, meter, num_workers)
     keys = (meter.config.prompt_key, meter.config.image_key, meter.config.video_key)
@@ -323,7 +331,7 @@ def prompt_lengths(
             with np.load(entry, allow_pickle=False) as archive:
                 measured = archive["lengths"]
             if measured.shape == (len(table),) and measured.dtype == MEASURED:
-                # The cache does not hold the errors of bad rows, so these are measured again.
+                # The cache does not hold errors. Bad rows are measured again, to get their errors.
                 errors = []
                 for number in np.flatnonzero(measured["tokens"] == BAD).tolist():
                     errors += meter.measure(table, range(number, number + 1))[1]
@@ -346,10 +354,22 @@ def prompt_lengths(
 
 
 def _measure_file(table: RowTable, meter: PromptMeter, num_workers: int) -> Measurements:
-    """Measure every prompt of a file, batch by batch."""
+    """Measure every prompt of a file, batch by batch, in this process or in several others.
+
+    Args:
+        table: the rows of the file.
+        meter: measures the prompts.
+        num_workers: processes that measure. 1: this process does.
+
+    Returns:
+        The measured prompts, and the errors of bad rows.
+
+    Raises:
+        DataError: a process has died, or measuring has failed there.
+    """
     all_rows = range(len(table))
     batches = [all_rows[start : start + BATCH_ROWS] for start in all_rows[::BATCH_ROWS]]
-    # At most one process for each batch.
+    # More processes than batches would have nothing to do.
     num_workers = min(num_workers, len(batches))
     results: dict[int, Measurements] = {}  # by number of the batch
 
@@ -359,11 +379,11 @@ def _measure_file(table: RowTable, meter: PromptMeter, num_workers: int) -> Meas
     with waiting(f"the token counts of {table.path}", progress):
         if num_workers > 1:
             _measure_in_processes(table, meter, batches, num_workers, results)
-        # With one worker, or if the other processes are unusable, all batches are measured here.
+        # Measure here what other processes have not: with one worker, or if they are unusable.
         for number, rows in enumerate(batches):
             if number not in results:
                 results[number] = meter.measure(table, rows)
-    # Processes finish batches in any order, so the results are put in that of the rows.
+    # Processes finish batches in any order, so the results are put into the order of the rows.
     measured_batches = []
     errors = []
     for number in range(len(batches)):
@@ -390,7 +410,12 @@ class Unusable:
 
 @dataclass(frozen=True)
 class Failed:
-    """Answer for a batch whose measuring raised an error other than that of a bad row."""
+    """Answer for a batch in which an error was raised that is not the error of a bad row.
+
+    Attributes:
+        reason: class and beginning of the error's text.
+        trace: traceback of the error.
+    """
 
     reason: str
     trace: str
@@ -403,7 +428,10 @@ def _measure_in_processes(
     num_workers: int,
     results: dict[int, Measurements],
 ) -> None:
-    """Measure batches in other processes. If they cannot load the meter, only print a notice.
+    """Measure batches in other processes.
+
+    If a process cannot load the meter or the rows, print a notice and stop: `results` then lacks
+    some or all batches.
 
     Args:
         table: the rows of a file.
@@ -435,7 +463,7 @@ def _measure_in_processes(
             with suppress(BrokenPipeError, ConnectionResetError):
                 connection.send_bytes(meter_and_table)
 
-        # Batches go to whichever process is free next.
+        # Each answer brings its process the next batch, so faster processes measure more batches.
         next_batches = iter(range(len(batches)))
         while len(results) < len(batches):
             for connection in wait(list(programs)):
@@ -443,7 +471,7 @@ def _measure_in_processes(
                 try:
                     answer = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    # The process ended without an answer.
+                    # The process has ended.
                     raise _early_end_error(
                         programs[connection], batches, unanswered[connection]
                     ) from None
@@ -454,9 +482,11 @@ def _measure_in_processes(
                     raise _failed_batch_error(answer, table, batches[unanswered[connection][0]])
                 num_new_batches = 1
                 if isinstance(answer, Ready):
-                    # Two at first: a process has its next batch before it has answered one.
+                    # Two at first, so that a process has a batch to go on with while its answer
+                    # travels.
                     num_new_batches = 2
                 else:
+                    # A process answers batches in the order in which it got them.
                     results[unanswered[connection].pop(0)] = answer
                 for number in islice(next_batches, num_new_batches):
                     unanswered[connection].append(number)
@@ -467,7 +497,7 @@ def _measure_in_processes(
 def _early_end_error(
     program: SupervisedProgram, batches: list[range], unanswered: list[int]
 ) -> DataError:
-    """Make the error for a process that ended before it had answered everything.
+    """Make the error for a process that ended too early, and close its connection.
 
     Args:
         program: the process.
@@ -478,6 +508,7 @@ def _early_end_error(
     if unanswered:
         rows = batches[unanswered[0]]
         task = f"counted the tokens of rows {rows.start} to {rows.stop - 1}"
+    # `close` returns how the process ended, such as "signal SIGKILL".
     return DataError(
         _WORKERS_KEY,
         got=f"a process that ended with {program.close(patience_s=1.0)} while it {task}",
@@ -494,7 +525,8 @@ def _failed_batch_error(failure: Failed, table: RowTable, rows: range) -> DataEr
         f"{table.path} rows {first} to {last}",
         got=failure.reason,
         expected="prompts whose tokens can be counted",
-        fix="The tokenizer or its chat template raised it; --traceback shows where.",
+        fix="Correct the tokenizer or its chat template, where it was raised; --traceback shows the"
+        " line.",
     )
     error.add_note(f"In the process that counted:\n{failure.trace}")
     return error
@@ -504,18 +536,23 @@ _printed_reasons: set[str] = set()
 
 
 def _print_unusable(reason: str) -> None:
-    """Print that other processes are unusable. Each reason is printed once, for all files."""
+    """Print that other processes cannot be used. Each reason is printed once, not for each file."""
     if reason not in _printed_reasons:
         _printed_reasons.add(reason)
         print(
-            f"{_WORKERS_KEY}: prompts are counted in this process alone: others cannot load {reason}.",
+            f"{_WORKERS_KEY}: prompts are counted in this process alone,"
+            f" because others cannot start ({reason}).",
             flush=True,
         )
 
 
 def main(connection_fd: int) -> None:
-    """Count the batches that the driver sends, until it closes the pipe."""
-    # The cores are used by several processes, so further threads would slow each other down.
+    """Measure the batches that the driver sends, until it closes the pipe.
+
+    Args:
+        connection_fd: file descriptor of this process's end of the pipe.
+    """
+    # Several such processes share the cores, so threads of the tokenizer would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     connection = Connection(connection_fd)
     # These errors mean that the driver has closed the pipe: it has all counts, or has ended.
@@ -524,7 +561,11 @@ def main(connection_fd: int) -> None:
 
 
 def _answer_requests(connection: Connection) -> None:
-    """Answer the driver: first whether this process is usable, then each batch."""
+    """Answer the driver: first whether this process is usable, then each batch.
+
+    Raises:
+        EOFError: the driver has closed the pipe.
+    """
     meter_and_table = connection.recv_bytes()
     try:
         meter, table = pickle.loads(meter_and_table)

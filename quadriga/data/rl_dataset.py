@@ -64,22 +64,23 @@ class RLHFDataset(FileDataset):
             None: prompts are text.
         is_train: as for `FileDataset`; also whether `data.shuffle` or `data.validation_shuffle`
             decides how a sample is drawn.
-        max_samples: most rows to use, -1 for all: drawn with `data.seed` when shuffled, else the
-            first.
+        max_samples: most rows to use; -1 for all. They are drawn with `data.seed` when shuffled,
+            else they are the first ones.
         required_columns: columns that every file must have. None: the columns that training reads.
         context: the tools that are rendered into prompts, and the size of the model's vocabulary.
 
     Raises:
-        DataError: a file is missing, empty, damaged or without a required column, or no row is
-            short enough.
+        DataError: a file is missing, empty, damaged or without a required column; a row is bad and
+            not to be left out; or no row can be used.
     """
 
     may_be_empty = False
-    """Whether the data set may have no usable row, which otherwise raises an error."""
+    """Whether the data set may be without a usable row. Otherwise that raises an error."""
     keeps_lengths = True
-    """Whether measured lengths are stored in the cache."""
+    """Whether measured lengths of prompts are stored in the cache."""
     columns_entry: str | None = None
-    """Name of an entry of `extra_info` that gets a copy of all columns; None: no such entry."""
+    """Entry of `extra_info` that gets a copy of the row's columns, for reward functions that read
+    whole rows. None: no such entry."""
     longest_prompt: int | None = None
     """Number of tokens of the longest prompt before truncation; None if prompts are not measured."""
 
@@ -101,15 +102,16 @@ class RLHFDataset(FileDataset):
         if required_columns is None:
             required_columns = (config.prompt_key, config.reward_fn_key, "reward_model")
         _check_columns(self._tables, required_columns, config)
-        # The columns of any file, in the order in which they first appear.
+        # All columns that any file has, in the order in which they first appear.
         self._columns = list(dict.fromkeys(chain(*(table.columns for table in self._tables))))
-        # Rows are numbered over all files. For each file, the number of rows up to its end.
+        # Rows are numbered over all files. For each file, the number of rows in it and all before
+        # it.
         self._file_ends = np.cumsum([len(table) for table in self._tables])
         moved_columns = sorted((RESERVED & {*self._columns}) - {config.prompt_key})
         if moved_columns:
             print(
-                f"{self._key}: {', '.join(moved_columns)}: columns with names of the batch, which"
-                " are moved into extra_info.",
+                f"{self._key}: the columns {', '.join(moved_columns)} are moved into extra_info,"
+                " because a batch has columns of these names.",
                 flush=True,
             )
         is_shuffled = config.shuffle if is_train else config.validation_shuffle
@@ -123,23 +125,23 @@ class RLHFDataset(FileDataset):
         """Row `item`, ready for `collate_fn`. `P` is `data.max_prompt_length`.
 
         Returns:
-            The row's columns but the prompt, and:
+            The columns of the row without the prompt, and:
 
             - `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left. With
               a processor `position_ids` are [3, P].
-            - `raw_prompt_ids`, the same ids as a list without padding, with one token for each
-              image and video.
-            - `index`, `tools_kwargs` and `interaction_kwargs` from `extra_info`. Without an `index`
-              there, it is the row's number. The other two may also be columns.
-            - `item`, the row's number in this data set, and `source_row`, its file and row as text.
+            - `raw_prompt_ids`, a list of the same ids without padding, but with only one token for
+              each image and video.
+            - `index`, `tools_kwargs` and `interaction_kwargs` from `extra_info`. If it has no
+              `index`, that is the row's number. The other two may also be columns.
+            - `item`, the argument, and `source_row`, the row's file and number as text.
             - with `data.return_raw_chat`, `raw_prompt` (chat messages); with
               `data.return_full_prompt`, `full_prompts` (rendered text).
             - with a processor, `multi_modal_data` and `multi_modal_inputs` in place of the columns
-              of images and videos.
+              of images and videos. `data.return_multi_modal_inputs=false` leaves the latter out.
 
         Raises:
-            DataError: the prompt is no chat, or too long with `data.truncation=error`, or its
-                images or videos are wrong. The error names file and row.
+            DataError: the prompt is no chat; it is too long and must not be truncated; or an image
+                or video cannot be read. The error names file and row.
         """
         config = self.config
         number = int(self._rows[item])
@@ -150,7 +152,7 @@ class RLHFDataset(FileDataset):
             row, config, is_vision=self.processor is not None, where=where
         )
         tools = self.context.tools_of(row)
-        # Before columns are moved or removed: `columns_entry` gets a copy of all.
+        # The copy for `columns_entry` is made before columns are moved or removed.
         file_columns = {
             name: row[name] for name in row if name not in ("extra_info", "reward_model")
         }
@@ -161,7 +163,7 @@ class RLHFDataset(FileDataset):
             row.pop(config.video_key, None)
         row = set_aside(row)
         if self.columns_entry is not None:
-            # Rows that came from Python objects have the entry already, which takes precedence.
+            # Rows that were given as Python objects have the entry already. It stays.
             row["extra_info"] = {self.columns_entry: file_columns} | (row.get("extra_info") or {})
 
         folder = table.path.parent
@@ -172,7 +174,8 @@ class RLHFDataset(FileDataset):
             text, pictures, clips, self.encoder, self.processor, config, where=where
         )
         if not config.return_multi_modal_inputs:
-            # The loader makes these tensors again (`RowLoader`): worker processes send less.
+            # The loader makes these tensors again (`RowLoader`), so that worker processes need not
+            # send them.
             row.pop("multi_modal_inputs", None)
         if config.return_raw_chat:
             row["raw_prompt"] = messages
@@ -190,13 +193,13 @@ class RLHFDataset(FileDataset):
 
     @property
     def dataframe(self) -> "datasets.Dataset":
-        """The rows in use, as they are in the files."""
+        """The rows in use as the files have them, with the columns of all files."""
         tables = [table.to_arrow() for table in self._tables]
         rows = as_hf_dataset(pa.concat_tables(tables, promote_options="permissive"))
         return cast("datasets.Dataset", rows.select(self._rows))
 
     def places(self, items: Sequence[int]) -> list[tuple[int, int]]:
-        """For each item, the number of its file and of its row in that file."""
+        """For each item, the number of its file, and the number of its row in the file's table."""
         numbers = self._rows[np.asarray(items, dtype=np.int64)]
         files = np.searchsorted(self._file_ends, numbers, side="right")
         # The number of the first row of each file among all rows.
@@ -207,7 +210,7 @@ class RLHFDataset(FileDataset):
         """Find a row by its number among the rows of all files.
 
         Returns:
-            The table of its file, its number in the table, and file and row for errors.
+            The table of the row's file, the row's number in the table, and both as text for errors.
         """
         position = int(np.searchsorted(self._file_ends, number, side="right"))
         table = self._tables[position]
@@ -237,12 +240,13 @@ class RLHFDataset(FileDataset):
         Returns:
             Pairs of file and row as text, and the value or None.
         """
-        # Files are read once, in order; a mask says which of their rows are in use.
+        # Read each file once and in order, also rows that are not in use; a mask tells them apart.
         is_used = np.zeros(self._file_ends[-1], dtype=bool)
         is_used[self._rows] = True
         first = 0
         for table in self._tables:
             has_column = name in table.columns
+            # Without the column, one batch of empty rows.
             batches = table.batches([name], BATCH_ROWS) if has_column else [[{}] * len(table)]
             for number, row in enumerate(chain.from_iterable(batches)):
                 if is_used[first + number]:
@@ -252,18 +256,19 @@ class RLHFDataset(FileDataset):
     def _choose_rows(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
         """Choose the rows to use, and print what is left out.
 
-        Bad rows are left out or raise (`data.on_bad_row`), overlong ones are left out with
-        `data.filter_overlong_prompts`, and a sample is taken of the others.
+        Bad rows are left out or raise their error (`data.on_bad_row`), overlong ones are left out
+        with `data.filter_overlong_prompts`, and a sample of the other rows is taken.
 
         Args:
             max_samples: most rows; -1 for all.
             is_shuffled: whether the sample is drawn at random; else it is the first rows.
 
         Returns:
-            Ascending numbers among the rows of all files.
+            Ascending numbers of rows, counted over all files.
 
         Raises:
-            DataError: no row is left, or a row would raise an error when it is fetched in training.
+            DataError: no row is left; a row would raise an error when it is fetched in training; or
+                tools are offered that no prompt names.
         """
         filters_long = self.config.filter_overlong_prompts
         # A subclass with its own `__getitem__` may not use the prompt as it is in the file, so its
@@ -272,8 +277,8 @@ class RLHFDataset(FileDataset):
         rows = np.arange(self._file_ends[-1])
         is_sample = 0 <= max_samples < len(rows)
         measured = np.zeros(len(rows), MEASURED)
-        # If long rows are left out, all rows are measured, because the sample is drawn from the
-        # short ones. Otherwise only the rows of the sample are measured.
+        # If overlong rows are left out, all rows are measured, because the sample is drawn from the
+        # short rows. Otherwise only the rows of the sample are measured.
         measures_all = filters_long or (is_plain and not is_sample)
         if measures_all:
             measured = np.concatenate([self._measure(table) for table in self._tables])
@@ -288,11 +293,14 @@ class RLHFDataset(FileDataset):
                 measured[number] = self._measure(table, range(file_row, file_row + 1))[0]
             rows = rows[measured["tokens"][rows] != BAD]
 
-        # Before the error that no row is left, so that users see why.
+        # Printed before the error that no row is left: it lists the errors of the bad rows.
         self._print_summary(measured[rows])
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(
-                self._key, got="bad rows only", expected="a good one", fix="Correct them."
+                self._key,
+                got="bad rows only",
+                expected="at least one good row",
+                fix="Correct the rows.",
             )
         if not self.may_be_empty:
             self._require_named_tools(measured[rows]["notes"])
@@ -323,7 +331,7 @@ class RLHFDataset(FileDataset):
             return rows
         if is_shuffled:
             rng = np.random.default_rng(self.config.seed)
-            # Sorted, because the sampler shuffles.
+            # The sample stays in the order of the files: it is the sampler that shuffles.
             return np.sort(rng.choice(rows, size=max_samples, replace=False))
         return rows[:max_samples]
 
@@ -338,7 +346,7 @@ class RLHFDataset(FileDataset):
             The numbers of the rows that are short enough.
 
         Raises:
-            DataError: all rows are too long.
+            DataError: all rows are too long, and the data set must not be empty.
         """
         limit = self.config.max_prompt_length
         if not self.may_be_empty:
@@ -354,14 +362,15 @@ class RLHFDataset(FileDataset):
         return rows[~is_long]
 
     def _check_long_rows(self, rows: np.ndarray, measured: np.ndarray) -> None:
-        """Fetch overlong rows, to raise the error of the first one that must not be truncated.
+        """Raise the error of the first overlong row that must not be truncated.
 
         Args:
             rows: numbers of the rows in use.
             measured: `MEASURED` [rows].
 
         Raises:
-            DataError: a row has tools, or images, or `data.truncation=error`.
+            DataError: an overlong row has tools, images or videos; or there is an overlong row, and
+                `data.truncation` is `error`.
         """
         config = self.config
         is_long = measured["tokens"] > config.max_prompt_length
@@ -370,7 +379,8 @@ class RLHFDataset(FileDataset):
         if len(long_rows_with_tools):
             self._refuse_long_tools(int(long_rows_with_tools[0]))
         if config.truncation == "error" or self.processor is not None:
-            # `__getitem__` reads `_rows`; the caller sets it to all rows in use afterwards.
+            # Fetching an overlong row raises its error. `__getitem__` reads `_rows`, which the
+            # caller sets to all rows in use afterwards.
             self._rows = rows[is_long]
             with waiting(f"{len(self)} rows of {self._key} to be tried"):
                 for item in range(len(self)):
@@ -401,7 +411,7 @@ class RLHFDataset(FileDataset):
         """
         if self.bad_rows:
             print_bad_rows(self._key, self.bad_rows)
-        # Not for blocks of a stream and generated rows, which come again and again during training.
+        # Not for blocks of a stream and generated rows, of which each run has many.
         if not self.may_be_empty and measured["order"].any():
             print(f"{self._key}: {describe_prompts(measured)}.", flush=True)
         for note, description in NOTES.items():
@@ -420,7 +430,8 @@ class RLHFDataset(FileDataset):
             `MEASURED` [rows].
 
         Raises:
-            DataError: a row is bad, and bad rows are not to be left out.
+            DataError: a row is bad, and `data.on_bad_row` is `error`. Otherwise the errors are
+                added to `bad_rows`.
         """
         config = self.config
         meter = PromptMeter(
@@ -434,7 +445,7 @@ class RLHFDataset(FileDataset):
                 num_workers=config.filter_overlong_prompts_workers,
             )
         else:
-            # The cache holds whole files only.
+            # The cache has entries for whole files only.
             measured, errors = meter.measure(table, range(len(table)) if rows is None else rows)
         if errors and config.on_bad_row == "error":
             raise errors[0]
@@ -443,7 +454,7 @@ class RLHFDataset(FileDataset):
 
 
 def require_short_prompt(lengths: Sequence[int], limit: int, *, where: str) -> None:
-    """Raise a DataError if all prompts are over `data.max_prompt_length`.
+    """Raise a DataError if there are prompts, and all are over `data.max_prompt_length`.
 
     Args:
         lengths: tokens of each prompt.
@@ -462,7 +473,8 @@ def require_short_prompt(lengths: Sequence[int], limit: int, *, where: str) -> N
 def set_aside(row: dict[str, Any]) -> dict[str, Any]:
     """Move the columns with reserved names into `extra_info`, where reward functions find them.
 
-    The training loop has batch columns of these names, which would overwrite those of the row.
+    The training loop makes batch columns of these names, which would overwrite the row's columns.
+    An entry of `extra_info` that has such a name already stays as it is.
     """
     columns = {name: row.pop(name) for name in RESERVED & row.keys()}
     if not columns:
@@ -484,9 +496,9 @@ def prompt_columns(
 
     Args:
         text: the rendered prompt.
-        pictures: its images in RGB.
-        clips: its videos with their frames.
-        encoder: tokenizes.
+        pictures: the images of the prompt in RGB.
+        clips: the videos of the prompt with their frames.
+        encoder: tokenizes the text.
         processor: `VisionProcessor` of a vision-language model, or None.
         config: the section `data`.
         where: file and row, for errors.
@@ -500,7 +512,7 @@ def prompt_columns(
     """
     limit = config.max_prompt_length
     ids = encoder.encode([text])[0]
-    # A prompt with images is never cut; `processor.prompt` checks its length when it is expanded.
+    # A prompt with images is never truncated: `processor.prompt` raises if it is too long.
     if not pictures and not clips:
         ids = truncate(ids, limit, config.truncation, where=where)
     prompt_ids = ids
@@ -511,7 +523,7 @@ def prompt_columns(
         )
         prompt_ids = vision_prompt.ids
     input_ids = torch.tensor([prompt_ids], dtype=torch.int64)
-    # The ids are short enough here, so this only pads.
+    # The ids are short enough now, so they are only padded.
     input_ids, mask = postprocess_data(
         input_ids,
         torch.ones_like(input_ids),
@@ -524,13 +536,13 @@ def prompt_columns(
         columns["position_ids"] = compute_position_id_with_mask(mask)[0]
         columns["raw_prompt_ids"] = ids
         return columns
-    # Positions of padding are 0 along each axis.
+    # The positions of padding are 0 along each axis.
     columns["position_ids"] = pad_left(vision_prompt.positions, limit, 0)
     return columns | vision_prompt.columns()
 
 
 def _check_columns(tables: list[RowTable], required: Sequence[str], config: DataConfig) -> None:
-    """Raise a single DataError for the missing columns of all files."""
+    """Raise one DataError that lists the missing columns of all files."""
     fixes = {
         config.prompt_key: "set data.prompt_key to the column that holds the prompts",
         config.reward_fn_key: "set data.reward_fn_key to the column that names the data source",

@@ -16,13 +16,13 @@ from quadriga.errors import DataError
 
 
 class TokenizedPair(NamedTuple):
-    """Token ids of a prompt and of two responses to it, int32 [L] each.
+    """Token ids of a prompt and of two responses to the prompt, int32 [L] each.
 
     Attributes:
         prompt: the rendered prompt.
         chosen: the better response.
         rejected: the worse response.
-        media: images and videos of the prompt.
+        media: images and videos of the prompt. None: there are none.
     """
 
     prompt: np.ndarray
@@ -38,8 +38,8 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         chosen     the better response: text, a list with the assistant's message, or a whole chat
         rejected   the worse one, in the same form
 
-    Tokens are those that a rollout would have: the rendered prompt, then the response up to its end
-    of sequence. Arguments as for `TokenizedRows`.
+    The tokens are the same as in a rollout: the rendered prompt, then the response up to the end of
+    sequence. Arguments as for `TokenizedRows`.
 
     Raises:
         DataError: also for a pair of equal responses, from which nothing can be learned.
@@ -51,9 +51,10 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         """Pair `item`, padded on the right to `data.max_length` = L.
 
         Returns:
-            `input_ids`, `attention_mask` and `position_ids`, int64 [2, L], the better response
-            first; and `num_prompt_tokens`, int64 [], the length of the prompt that both begin with.
-            With a processor positions are [2, 3, L], and there are `multi_modal_inputs`.
+            `input_ids`, `attention_mask` and `position_ids`, int64 [2, L]: the prompt with the
+            better response, then with the worse one. `num_prompt_tokens`, int64 []: the length of
+            the prompt. With a processor positions are [2, 3, L], and there are
+            `multi_modal_inputs`.
         """
         pair = self.rows[item]
         # The prompt is stored once per pair, and repeated only here.
@@ -73,6 +74,9 @@ class RMDataset(TokenizedRows[TokenizedPair]):
 
         Returns:
             For each chat its place, for errors, and its messages.
+
+        Raises:
+            DataError: a response is text without a prompt, or has another form.
         """
         chats = []
         for key in self.columns:
@@ -107,10 +111,10 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         media: RowMedia | None,
         where: str,
     ) -> TokenizedPair:
-        # Two chats of two parts each: the prompt, and the last turn of the assistant.
+        # Each of the two chats has two parts: the prompt, and the last turn of the assistant.
         prompt, chosen, rejected_prompt, _ = parts
         prompt_ids, chosen_ids, rejected_prompt_ids, rejected_ids = tokens
-        # Only the prompt of the first chat is stored.
+        # Only the prompt of the first chat is stored, so the other has to be equal.
         if prompt.text != rejected_prompt.text:
             raise DataError(
                 where,
@@ -140,10 +144,10 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         return TokenizedPair(prompt_array, chosen_response, rejected_response, media)
 
     def _end_response(self, prompt_ids: list[int], response_ids: list[int]) -> np.ndarray:
-        """Cut a response after its end of sequence, or append one; return its token ids, [L]."""
+        """Token ids of a response up to the end of sequence, which is appended if missing, [L]."""
         joined = join_parts(
             [prompt_ids, response_ids],
-            [False, True],
+            [False, True],  # only the second part is a response
             self.tokenizer.eos_token_id,
             self.stop_token_ids,
         )
@@ -154,7 +158,10 @@ class RMDataset(TokenizedRows[TokenizedPair]):
         return len(row.prompt) + max(len(row.chosen), len(row.rejected))
 
     def cut(self, row: TokenizedPair) -> TokenizedPair | None:
-        """Drop the beginning of the prompt. None: the responses alone are too long."""
+        """Drop the beginning of the prompt, so that both sequences have at most `data.max_length`.
+
+        None: the longer response alone is too long.
+        """
         # The result has no media, because rows with images or videos are never cut.
         num_excess = self.num_tokens(row) - self.config.max_length
         num_remaining = len(row.prompt) - num_excess

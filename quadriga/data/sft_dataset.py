@@ -6,15 +6,15 @@
     learned    0 0 0 0       1 1 1 0        0 0 0 0       1 1 1
 
 Each part is tokenized by itself, as in a rollout: the prompt is tokenized, the model adds its own
-tokens, and then only the new part of each further turn is tokenized. A response is learned up to
-and including its end-of-sequence token. What a template writes after that token, such as a line
-break, is not learned: the model never has to generate it. If a template writes no token at the end
-of a turn, the marker of the next role is learned, provided that generation stops at it.
+tokens, and then only the text that is new in each further turn is tokenized. A response is learned
+up to and including its end-of-sequence token. What a template writes after that token, such as a
+line break, is not learned: the model never has to generate it. If a template writes no token at the
+end of a turn, the marker of the next role is learned, provided that generation stops at it.
 
 All rows are tokenized when the data set is made, so a bad row is found at once and not after an
-hour, and each row is tokenized once for all epochs. A token takes 5 bytes. The sizes of images and
-videos are read then too, but their pixels only when the row is fetched. Tokens of images and videos
-are not learned.
+hour, and each row is tokenized once for all epochs. A token takes 5 bytes of memory. The sizes of
+images and videos are read then too, but their pixels only when the row is fetched. Tokens of images
+and videos are not learned.
 
 Shapes: L tokens of one sequence.
 """
@@ -67,9 +67,9 @@ class RowMedia(NamedTuple):
     Attributes:
         table: the file of the row.
         number: number of the row in that file.
-        images: number of tokens of each image. A row of several chats repeats the list for each,
-            because every chat shows all images.
-        clips: the videos without their frames, repeated in the same way.
+        images: number of tokens of each image. If a row has several chats, the numbers come once
+            for each chat, because every chat shows all images.
+        clips: the videos without their frames; they too come once for each chat.
     """
 
     table: RowTable
@@ -84,7 +84,7 @@ class TokenizedConversation(NamedTuple):
     Attributes:
         ids: token ids, int32 [L].
         is_learned: whether each token is learned, bool [L].
-        media: images and videos among the tokens.
+        media: images and videos among the tokens. None: there are none.
     """
 
     ids: np.ndarray
@@ -106,28 +106,33 @@ class TextPart:
 
 
 class TokenizedRows(FileDataset, Generic[Row]):
-    """Base class of data sets whose rows are tokenized in advance. Subclasses define their content.
+    """Base class of data sets whose rows are tokenized in advance.
+
+    Subclasses define what a row is: its conversations (`chats_of`), how a conversation is cut into
+    pieces (`parts_of`), and the tokenized row (`build_row`, `num_tokens`, `cut`).
 
     Args:
         data_files: as for `FileDataset`.
         tokenizer: as for `FileDataset`.
         config: the section `data`.
-        processor: of a vision-language model. None: rows are text.
+        processor: processor of a vision-language model. None: rows are text.
         is_train: as for `FileDataset`.
         stop_token_ids: tokens that end a response, besides the tokenizer's end of sequence.
-        vocabulary_size: rows of the model's embedding, if the tokenizer has ids beyond them.
+        vocabulary_size: rows of the model's embedding, if the tokenizer has ids that are too large
+            for it. None: the embedding has a row for each id.
 
     Raises:
-        DataError: a file is missing, empty or damaged, or a row cannot be learned from; it names
-            file and row.
+        DataError: a file is missing, empty or damaged; a row cannot be learned from and is not to
+            be left out; or no row can be used. The error names the file, and the row if there is
+            one.
     """
 
     columns: tuple[str, ...]
     """Keys of the section `data` that name the columns of a row."""
     may_be_empty = False
-    """Whether the data set may have no usable row, which otherwise raises an error."""
+    """Whether the data set may be without a usable row. Otherwise that raises an error."""
     num_open_turns = 0
-    """Number of turns of the assistant that are learned without a token that ends them."""
+    """Number of turns of the assistant that are learned without a token at their end."""
     num_chats_in_json = 0
     """Number of rows whose chat is text in JSON."""
 
@@ -147,7 +152,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         self.vocabulary_size = vocabulary_size
         super().__init__(data_files, tokenizer, config, is_train=is_train)
         tables = self._tables
-        # From here on only the tokens are held in memory.
+        # The rows of the files are dropped after this constructor: only tokens are held in memory.
         self._tables = []
         # Tokenizing takes long, so the columns of all files are checked first.
         for table in tables:
@@ -167,11 +172,15 @@ class TokenizedRows(FileDataset, Generic[Row]):
             print_bad_rows(self._key, self.bad_rows)
         if not rows and not self.may_be_empty:
             raise DataError(
-                self._key, got="bad rows only", expected="a good one", fix="Correct them."
+                self._key,
+                got="bad rows only",
+                expected="at least one good row",
+                fix="Correct the rows.",
             )
 
         limit = config.max_length
-        # Only with `data.filter_overlong_prompts` does `rows` still have rows over the limit.
+        # `rows` still has rows over the limit only with `data.filter_overlong_prompts`. Otherwise
+        # they have been truncated, or have raised an error.
         lengths = [self.num_tokens(row) for row in rows]
         self.rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
         if not self.rows and not self.may_be_empty:
@@ -184,11 +193,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
         self._print_report(len(rows))
 
     def _check_columns(self, table: RowTable) -> None:
-        """Raise a DataError if a file lacks a column of the rows."""
+        """Raise a DataError if a file lacks a column that the rows are read from."""
         keys_by_column = {getattr(self.config, key): f"data.{key}" for key in self.columns}
         missing_columns = []
         for column in keys_by_column:
-            # A dotted name may be that of a column, or of a field of a column.
+            # `a.b` may be the name of a column, or the field `b` of the column `a`.
             names = {column, column.partition(".")[0]}
             if names.isdisjoint(table.columns):
                 missing_columns.append(repr(column))
@@ -205,10 +214,10 @@ class TokenizedRows(FileDataset, Generic[Row]):
         )
 
     def _print_report(self, num_rows: int) -> None:
-        """Print how many rows are left out, and how many have a form that may be a mistake.
+        """Print how many rows are too long, and how many have a form that may be a mistake.
 
         Args:
-            num_rows: rows that were tokenized, with those that are too long.
+            num_rows: number of rows that were tokenized, including the rows that are too long.
         """
         num_left_out = num_rows - len(self.rows)
         if num_left_out:
@@ -247,7 +256,8 @@ class TokenizedRows(FileDataset, Generic[Row]):
     def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
         """Render a conversation of a row as pieces of text, each of which is tokenized by itself.
 
-        By default there are two: everything before the last turn of the assistant, and that turn.
+        By default there are two pieces: everything before the last turn of the assistant, and the
+        last turn, which alone is learned.
 
         Args:
             row: values by column.
@@ -256,6 +266,9 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
         Returns:
             The pieces in order.
+
+        Raises:
+            DataError: the conversation cannot be learned from (`text_parts`).
         """
         *earlier_parts, response = text_parts(chat, self.encoder, where=where)
         prompt = "".join(part.text for part in earlier_parts)
@@ -275,7 +288,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
             parts: the pieces of text of the row's conversations.
             tokens: the token ids of each piece, with a token for each embedding of an image or
                 video.
-            media: images and videos of the row.
+            media: images and videos of the row. None: there are none.
             where: file and row, for errors.
 
         Returns:
@@ -291,14 +304,18 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @abstractmethod
     def cut(self, row: Row) -> Row | None:
-        """Truncate a row to `data.max_length` tokens. None: no token to learn would remain."""
+        """Truncate a row to `data.max_length` tokens.
+
+        Returns:
+            The truncated row. None: it would have no token that is learned.
+        """
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all tokens."""
+        """Hash of all tokens, and for rows with images or videos of their file and number."""
         digest = hashlib.sha256()
         for *arrays, media in self.rows:
             for values in arrays:
@@ -328,11 +345,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
             attention_mask[number, : len(tokens)] = 1
         columns: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.processor is None:
-            # Positions of padding are 0.
+            # The mask makes the positions of padding 0.
             columns["position_ids"] = torch.arange(length) * attention_mask
             return columns
 
-        # Empty for a row without images: rows of a batch need equal columns.
+        # A row without images gets an empty dictionary: all rows of a batch need the same columns.
         inputs = {}
         if media is not None:
             inputs = self._load_media_inputs(media)
@@ -349,12 +366,12 @@ class TokenizedRows(FileDataset, Generic[Row]):
         assert self.processor is not None
         table = media.table
         where = f"{table.path} row {media.number}"
-        # Read the row again from its file: only its tokens are kept in memory.
+        # Read the row from its file again: only tokens are kept in memory.
         row = self._add_dotted_columns(table[media.number], where)
         chats = self.chats_of(row, where)
         _, first_chat = chats[0]
         _, images, videos = self._with_media_parts(row, first_chat, where)
-        # `media` counts each image once per chat, and none after the last response.
+        # `media` counts each image once per chat, and leaves out images after the last response.
         num_images = len(media.images) // len(chats)
         num_videos = len(media.clips) // len(chats)
         pictures, clips = read_media(
@@ -369,7 +386,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
     def _with_media_parts(
         self, row: dict[str, Any], chat: Messages, where: str
     ) -> tuple[Messages, list[Any], list[Any]]:
-        """Give the images and videos of a conversation content parts of their own.
+        """Give each image and video of a conversation a content part of its own (`with_parts`).
 
         Args:
             row: values by column.
@@ -387,12 +404,12 @@ class TokenizedRows(FileDataset, Generic[Row]):
         media = media_of(row, self.config)
         if self.processor is not None:
             return with_parts(chat, media.get("image", ()), media.get("video"), where=where)
-        # Texts are not checked: a tag such as `<image>` may be HTML that the model is to write.
+        # Texts are not checked for tags: `<image>` may be HTML that the model is to write.
         chat_without_texts = [
             message for message in chat if not isinstance(message.get("content"), str)
         ]
         column = getattr(self.config, self.columns[0])
-        refuse_media(chat_without_texts, media, self.config, where=where, column=repr(column))
+        refuse_media(chat_without_texts, media, self.config, where=where, column=column)
         return chat, [], []
 
     def _render_row(
@@ -408,6 +425,10 @@ class TokenizedRows(FileDataset, Generic[Row]):
         Returns:
             The pieces of text of all conversations, one after the other; and the images and videos
             among them, or None if there are none.
+
+        Raises:
+            DataError: a conversation is wrong, or conversations of the row differ in their images
+                or videos.
         """
         where = f"{table.path} row {number}"
         row = self._add_dotted_columns(row, where)
@@ -420,7 +441,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         for place, row_chat in self.chats_of(row, where):
             chat, images, videos = self._with_media_parts(row, row_chat, place)
             parts += self.parts_of(row, chat, place)
-            # Messages after the last response are not rendered, nor are their images.
+            # Messages after the last response are not rendered, so their images do not count.
             num_images, num_videos = _count_media(chat)
             media_by_chat.append([images[:num_images], videos[:num_videos]])
 
@@ -434,11 +455,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
             )
         if self.processor is None or not any(media):
             return parts, None
-        # Only the headers of the files are read now; the pixels would not fit in memory.
+        # Only sizes are read now: the pixels of all rows would not fit in memory.
         image_sizes, clips = self.processor.media_sizes(
             media, self.config, folder=table.path.parent, where=where
         )
-        # Each chat has tokens for all images.
+        # Each chat shows all images, so their tokens come once per chat.
         num_chats = len(media_by_chat)
         return parts, RowMedia(table, number, image_sizes * num_chats, clips * num_chats)
 
@@ -449,11 +470,14 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
         Args:
             tokens: token ids of each of the row's pieces of text.
-            media: images and videos of the row.
+            media: images and videos of the row. None: there are none.
             where: file and row, for errors.
 
         Returns:
             The expanded token ids of each piece.
+
+        Raises:
+            DataError: there are more or fewer such tokens than images or videos.
         """
         processor = self.processor
         if processor is None:
@@ -461,14 +485,17 @@ class TokenizedRows(FileDataset, Generic[Row]):
         image_sizes = [] if media is None else media.images
         clips = [] if media is None else media.clips
         processor.check_places(list(chain.from_iterable(tokens)), image_sizes, clips, where=where)
-        # All pieces share these iterators: each takes the images and clips whose tokens it has.
+        # The pieces share these iterators: each piece takes an item for each of its own tokens.
         next_sizes = iter(image_sizes)
         next_clips = iter(clips)
         encode = self.encoder.encode
         return [processor.expand(ids, next_sizes, next_clips, encode) for ids in tokens]
 
     def _tokenize_table(self, table: RowTable) -> Iterator[Row]:
-        """Tokenize the rows of a file, a batch at a time. Bad rows are left out or raise."""
+        """Tokenize the rows of a file, a batch at a time.
+
+        Bad rows are left out, or raise their error (`data.on_bad_row`).
+        """
         first = 0
         for batch in table.batches(table.columns, BATCH_ROWS):
             rows = []
@@ -479,7 +506,8 @@ class TokenizedRows(FileDataset, Generic[Row]):
                     rows.append((f"{table.path} row {number}", parts, media))
                     texts += [part.text for part in parts]
             first += len(batch)
-            # One call for all texts of a batch: fast tokenizers work on them in parallel.
+            # One call for all texts of a batch, because fast tokenizers work on them in parallel.
+            # Below, each row takes the results for its own parts.
             ids_of_texts = iter(self.encoder.encode(texts))
             for where, parts, media in rows:
                 part_ids = list(islice(ids_of_texts, len(parts)))
@@ -492,7 +520,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @contextmanager
     def _collect_bad_row(self) -> Iterator[None]:
-        """Context manager: add a DataError to `bad_rows`, or raise it if `data.on_bad_row=error`."""
+        """Context manager: collect a DataError in `bad_rows`, unless `data.on_bad_row=error`."""
         try:
             yield
         except DataError as error:
@@ -501,7 +529,18 @@ class TokenizedRows(FileDataset, Generic[Row]):
             self.bad_rows.append(error)
 
     def _add_dotted_columns(self, row: dict[str, Any], where: str) -> dict[str, Any]:
-        """Add a column to the row, in place, for each key that names a field of a column (`a.b`)."""
+        """Add the field `b` of the column `a` to a row, as the column `a.b`, if a key names it so.
+
+        Args:
+            row: values by column, changed in place.
+            where: file and row, for errors.
+
+        Returns:
+            The row.
+
+        Raises:
+            DataError: the column has no such field.
+        """
         for key in ("prompt_key", *self.columns):
             name = getattr(self.config, key)
             if name in row or "." not in name:
@@ -520,17 +559,21 @@ class TokenizedRows(FileDataset, Generic[Row]):
         return row
 
     def _truncate_to_limit(self, row: Row, where: str) -> Row:
-        """Truncate a row that is over `data.max_length`, or raise an error if it must not be.
+        """Truncate a row that is over `data.max_length`.
 
-        With `data.filter_overlong_prompts` the row is returned as it is.
+        With `data.filter_overlong_prompts` the row is returned as it is, and filtered out later.
+
+        Raises:
+            DataError: the row must not be truncated, or would have nothing to learn.
         """
         length = self.num_tokens(row)
         limit = self.config.max_length
         truncation = self.config.truncation
-        # The constructor counts the rows that the filter leaves out.
+        # The constructor drops the rows that are too long, and counts them. Supervised tasks name
+        # this key `data.filter_overlong`.
         if length <= limit or self.config.filter_overlong_prompts:
             return row
-        # The last field of a row is its media. Truncation might leave half an image.
+        # The last field of a row has its images and videos. Truncation might leave half an image.
         has_media = row[-1] is not None
         if has_media or truncation == "error":
             expected = f"at most data.max_length={limit}"
@@ -555,7 +598,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
 
 def _count_media(chat: Messages) -> tuple[int, int]:
-    """Number of images and of videos in a chat up to its last response, where training ends."""
+    """Numbers of images and videos up to the last response of a chat; the rest is not rendered."""
     roles = [message["role"] for message in chat]
     # Number of messages up to and including the last response.
     end = len(roles) - roles[::-1].index(ASSISTANT)
@@ -596,6 +639,10 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         return [(where, as_messages(prompt, where=where, key="messages_key"))]
 
     def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
+        """Render a conversation as pieces of text, in which every turn of the assistant is learned.
+
+        The row may bring tools, and the template's option `enable_thinking`.
+        """
         options = {}
         if row.get(THINKING) is not None:
             options[THINKING] = bool(row[THINKING])
@@ -614,7 +661,8 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         eos = self.tokenizer.eos_token_id
         joined = join_parts(tokens, is_response, eos, self.stop_token_ids)
 
-        # Each response should have one end token among its learned tokens.
+        # Each response should have one end token among its learned tokens; missing ones are
+        # counted.
         num_ends = 0
         if eos is not None:
             learned_ids = joined.ids[joined.is_learned]
@@ -631,7 +679,7 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         return len(row.ids)
 
     def cut(self, row: TokenizedConversation) -> TokenizedConversation | None:
-        """Truncate a conversation at the side that `data.truncation` names.
+        """Drop tokens on the side that `data.truncation` names.
 
         None: no token that remains is learned.
         """
@@ -640,7 +688,7 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
         if self.config.truncation == "left":
             remaining = slice(-limit, None)
         shorter = TokenizedConversation(row.ids[remaining], row.is_learned[remaining])
-        # No token predicts the first one, so it cannot be learned.
+        # The first token has no token before it that could predict it, so it is never learned.
         return shorter if shorter.is_learned[1:].any() else None
 
 
@@ -661,7 +709,7 @@ class SFTDataset(MultiTurnSFTDataset):
         messages = as_messages(row[self.config.prompt_key], where=where)
         return [(where, [*messages, {"role": ASSISTANT, "content": response}])]
 
-    # Of the grandparent class: turns of the assistant in the prompt are not learned.
+    # Not the method of the parent class: turns of the assistant in the prompt are not learned.
     parts_of = TokenizedRows.parts_of
 
 
@@ -683,12 +731,12 @@ def text_parts(
         options: further arguments of the chat template.
 
     Returns:
-        Pieces of text: alternately a prompt and a response. Messages after the last response are
-        left out.
+        Pieces of text: alternately a prompt and a response, beginning with a prompt. Messages after
+        the last response are left out.
 
     Raises:
-        DataError: no message is by the assistant, or the first one is, or one of them is empty; or
-            the template changes earlier turns when later ones follow.
+        DataError: no message is by the assistant; the first message is; a turn of the assistant is
+            empty; or the template changes earlier turns when later ones follow.
     """
     turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
     if not turns:
@@ -710,10 +758,10 @@ def text_parts(
     for turn in turns:
         place = f"{where}, message {turn}"
         _check_turn(messages[turn], place)
-        # The prompt as a rollout renders it, and the chat with the response.
+        # The prompt as a rollout renders it, and the chat that ends with the response.
         prompt_text = render(messages[:turn], add_generation_prompt=True)
         chat_text = render(messages[: turn + 1], add_generation_prompt=False)
-        # Each text must continue the one before, so that the pieces add up to the chat.
+        # Each text must begin with the previous one, so that the pieces add up to the chat.
         _check_prefix(previous_text, prompt_text, place)
         _check_prefix(prompt_text, chat_text, place)
         parts.append(TextPart(prompt_text[len(previous_text) :], False))
@@ -769,8 +817,8 @@ def join_parts(
     Args:
         parts: token ids of each part.
         is_response: whether each part is a turn of the assistant.
-        eos_token_id: token that ends a turn; appended to the last one if it has no end. None: the
-            tokenizer has no such token.
+        eos_token_id: token that ends a turn; appended to the last turn if that has no end token.
+            None: the tokenizer has no such token.
         stop_token_ids: further tokens that end a turn. If a response has no end and the next part
             begins with one of these, that token is learned as the end of the response.
 
@@ -780,18 +828,20 @@ def join_parts(
     end_ids = {*stop_token_ids} if eos_token_id is None else {eos_token_id, *stop_token_ids}
     ids = []
     learned = []
-    is_open = False  # whether the previous part is a response without an end
+    is_open = False  # whether the previous part is a response without an end token
     for number, (part, is_learned) in enumerate(zip(parts, is_response, strict=True)):
         tokens = list(part)
-        # The first `num_learned` tokens of the part are learned. Of a prompt that is at most its
-        # first token, which then ends the response before it.
+        # The first `num_learned` tokens of the part are learned. In a prompt that is none, or the
+        # first token if it is an end token and the response before has none.
         num_learned = int(is_open and bool(tokens) and tokens[0] in end_ids)
         is_open = False
         if is_learned:
-            # Learned up to and including the last end token, or all of it if there is none.
+            # A response is learned up to and including its last end token; without one, as a whole.
             end_positions = [position for position, token in enumerate(tokens) if token in end_ids]
             is_open = not end_positions
             num_learned = len(tokens) if is_open else end_positions[-1] + 1
+            # The whole sequence ends with an end token: add it, or cut what the template wrote
+            # after it.
             is_last = number == len(parts) - 1
             if is_last and eos_token_id is not None:
                 tokens = [*tokens, eos_token_id] if is_open else tokens[:num_learned]
@@ -805,11 +855,12 @@ def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
     """Parse the tool schemas of a row.
 
     Args:
-        value: a list of schemas; the list, or each schema, may be text in JSON. None: no tools.
+        value: a list of schemas, or JSON text of such a list. Each schema may be JSON text too.
+            None: no tools.
         where: file, row and column, for errors.
 
     Returns:
-        The schemas.
+        The schemas as dictionaries; empty without tools.
 
     Raises:
         DataError: the value has another form.

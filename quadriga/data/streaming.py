@@ -3,9 +3,9 @@
 
     file 0: block, block, block; file 1: block, block; file 0: block ...      one block is in memory
 
-At the start the first block of each file is read too, to check its columns. Rows are shuffled
-within a block, so the state is the place of a block; which of its rows come next follows from the
-position in the loader's state.
+At the start the first block of each file is read too, to check the columns. Rows are shuffled
+within a block only, so the state of the stream is the place of a block. Which rows of the block
+come next follows from the position in the loader's state.
 """
 
 import sys
@@ -26,7 +26,8 @@ from quadriga.errors import DataError
 class _RowBlock(RLHFDataset):
     """The rows of the block that is in memory, without bad and overlong ones.
 
-    Before the first `open` it has no rows, and `_tables` has the first block of each file.
+    Before the first `open` it has no rows, and `_tables` has the first block of each file, whose
+    columns are checked.
     """
 
     may_be_empty = True
@@ -34,7 +35,7 @@ class _RowBlock(RLHFDataset):
     _is_open = False
 
     def read(self, file: Path, bad_lines: list[DataError] | None) -> RowTable:
-        """Read the first block of a file, for the columns."""
+        """Read the first block of a file, to check its columns."""
         config = self.config
         blocks = read_blocks(
             file, config.streaming, bad_lines=bad_lines, chat_columns=config.chat_columns
@@ -47,20 +48,20 @@ class _RowBlock(RLHFDataset):
         return table
 
     def open(self, table: RowTable, bad_lines: list[DataError]) -> None:
-        """Replace the rows by those of another block.
+        """Replace the rows in memory by the rows of another block.
 
         Args:
             table: the rows of the block.
             bad_lines: errors of the bad lines of JSON in the block, which are printed.
         """
-        # Rows of all blocks must have the same columns, which were fixed when the run began.
+        # All rows of a batch need the same columns, which are those of the first blocks.
         new_columns = sorted({*table.columns}.difference(self._columns))
         if new_columns:
             raise DataError(
                 str(table.path),
                 got=f"the column {new_columns[0]!r} behind row {table.first}",
-                expected="columns that its first rows have",
-                fix="Give the first row of a file all columns.",
+                expected="columns that the first rows of the files have",
+                fix="Give the first row of the file all columns, with null where it has no value.",
             )
         self._is_open = True
         self.bad_rows = bad_lines
@@ -69,7 +70,7 @@ class _RowBlock(RLHFDataset):
         self._rows = self._choose_rows(-1, is_shuffled=False)
 
     def _choose_rows(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
-        # The constructor of the base class calls this before any block is open.
+        # The constructor of the base class calls this before any block is open: there are no rows.
         if not self._is_open:
             return np.arange(0)
         return super()._choose_rows(max_samples, is_shuffled=is_shuffled)
@@ -102,7 +103,7 @@ class StreamedDataset(Dataset):
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        # The rows in memory; its constructor reads the first block of each file.
+        # The rows in memory. The constructor reads the first block of each file.
         self.block = _RowBlock(
             data_files, tokenizer, config, processor, is_train=is_train, context=context
         )
@@ -115,44 +116,53 @@ class StreamedDataset(Dataset):
         self._start_reading(pass_number=0, file=0, row=0, first_item=0)
 
     def __len__(self) -> int:
-        """More than a run ever asks for: the stream has no end."""
+        """A number larger than any run asks for, because the stream has no end."""
         return sys.maxsize
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        """Row `item`, counted since the run began. Never less than the item before."""
+        """Row `item` of the stream, counted since the run began.
+
+        Args:
+            item: number of the row. It must not be smaller than in the previous call.
+        """
         while item >= self._first_item + len(self.block):
             self._first_item += len(self.block)
             self._open_next()
-        # The item numbers of a stream go on over blocks and passes.
+        # The block numbers its own rows from 0; the stream counts over all blocks and passes.
         number = self._order[item - self._first_item]
         return {**self.block[int(number)], "item": item}
 
     @property
     def parts(self) -> list[RLHFDataset]:
-        """Data sets whose columns are known before training."""
+        """Data sets whose rows and columns can be checked before training: the block in memory."""
         return [self.block]
 
     def _start_reading(self, *, pass_number: int, file: int, row: int, first_item: int) -> None:
-        """Start to read at a row of a file, where a block begins.
+        """Begin to read at a given place, and open the block that begins there.
 
         Args:
             pass_number: number of the pass over the files.
             file: number of the file.
-            row: number of the row in the file.
+            row: number in the file of the block's first row.
             first_item: item number of the block's first usable row.
         """
         # The iterator over the blocks adds to this list while it reads.
         self._bad_lines: list[DataError] = []
         self._blocks = self._read_blocks_from(pass_number, file, row)
         self._first_item = first_item
-        # The latest pass with a row that is neither bad nor too long.
+        # The latest pass that had a row that is neither bad nor too long.
         self._latest_usable_pass = pass_number
         self._open_next()
 
     def _read_blocks_from(
         self, pass_number: int, file: int, row: int
     ) -> Iterator[tuple[int, int, RowTable]]:
-        """Read blocks without end, pass after pass, beginning at a row of a file.
+        """Read blocks without end, pass after pass.
+
+        Args:
+            pass_number: number of the first pass.
+            file: number of the file in which the first pass begins.
+            row: number of the row in this file where the first block begins.
 
         Yields:
             The number of the pass, the number of the file, and the block.
@@ -166,27 +176,27 @@ class StreamedDataset(Dataset):
                 )
                 for table in blocks:
                     yield pass_number, number, table
-                # Only the first file may be entered in its middle.
+                # All further files are read from their first row.
                 row = 0
             pass_number += 1
             file = 0
 
     def _open_next(self) -> None:
-        """Read the next block.
+        """Read the next block, which may have no usable row, and shuffle its rows.
 
         Raises:
             DataError: a whole pass had no row that can be used.
         """
         pass_number, file, table = next(self._blocks)
-        # The pass after the latest usable one is over, and had no row.
+        # This block is of the second pass after the latest usable one: the pass between had no row.
         if pass_number > self._latest_usable_pass + 1:
             raise DataError(
                 "data.train_files",
                 got="a pass over the files without a row that can be used",
-                expected="at least one",
-                fix="Raise data.max_prompt_length.",
+                expected="at least one row that is neither bad nor too long",
+                fix="Raise data.max_prompt_length, or correct the rows.",
             )
-        # The block keeps a copy, because reading goes on to fill this list.
+        # The block gets a copy: the list is emptied here, and filled again by later blocks.
         self.block.open(table, [*self._bad_lines])
         self._bad_lines.clear()
         self._place = {"passes": pass_number, "file": file, "row": table.first}
@@ -194,26 +204,26 @@ class StreamedDataset(Dataset):
             self._latest_usable_pass = pass_number
         self._order = np.arange(len(self.block))
         if self.config.shuffle:
-            # Seeded by the place, so that the state need not hold a random generator's.
+            # Seeded by the place of the block, so a state need not have a random generator's state.
             rng = np.random.default_rng([self.config.seed, *self._place.values()])
             self._order = rng.permutation(self._order)
 
     def state_dict(self) -> dict[str, Any]:
-        """Place of the block, the number of its first item, and what identifies the files."""
+        """Place of the block in memory, number of its first item, and what identifies the files."""
         return {**self._place, "first": self._first_item, "files": self._file_facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the block of a state.
+        """Continue at the block whose place was saved.
 
         Raises:
-            DataError: the sizes of the files or of blocks differ from those of the state.
+            DataError: the size of a file or of blocks has changed since the state was saved.
         """
         if state["files"] != self._file_facts():
             raise DataError(
                 "data.train_files",
-                got="files of other sizes than those of the checkpoint, or other settings",
+                got="files of other sizes than those of the checkpoint, or another data.streaming",
                 expected="the data that the run began with",
-                fix="Restore them.",
+                fix="Restore the files and data.streaming.",
             )
         self._start_reading(
             pass_number=state["passes"],

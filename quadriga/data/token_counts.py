@@ -8,9 +8,9 @@ and the pieces have as many tokens as the text:
     tokens("f(a b):  c") = tokens("f") + tokens("(a") + tokens(" b") + tokens("): ") + tokens(" c")
 
 A piece has at least one token, and at most one for each of its bytes. Often these bounds, and the
-counts of pieces seen before, already show whether a text is over a limit. Only if they do not are
-further pieces tokenized. `find_cuts` finds out from the tokenizer's description where texts may be
-cut. If it cannot, whole texts are tokenized.
+counts of pieces seen before, already show whether a text is over a limit. Other pieces are
+tokenized only if they do not. `find_cuts` finds out from the tokenizer's description where texts
+may be cut. If it cannot, whole texts are tokenized.
 """
 
 import json
@@ -24,17 +24,18 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 MAX_REMEMBERED_PIECES = 1 << 20
-"""Number of pieces whose counts are remembered."""
+"""Number of pieces whose counts are remembered. When there are more, all are forgotten."""
 _MAX_REMEMBERED_BYTES = 48
 """Most bytes of a remembered piece; longer ones seldom occur again."""
-# Bits that say where a text may be cut, given two consecutive bytes. Both may be set.
+# Bits that say where a text may be cut next to two consecutive bytes. Both may be set.
 _BETWEEN = 1  # between the two bytes
 _BEFORE = 2  # before the first of them
 
-# The expression that is built into the pre-tokenizer ByteLevel.
+# The regular expression that is built into the pre-tokenizer `ByteLevel` of the tokenizers library.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Syntax of the expressions that are understood here: a character class such as `[^\s\p{L}]`, a group
-# of words whatever their case such as `(?i:'s|'t)`, an alternative, and a part of one.
+# Syntax of the expressions that are understood here: a character class such as `[^\s\p{L}]`, a
+# group of words in upper or lower case such as `(?i:'s|'t)`, an alternative, and a part of an
+# alternative.
 _CLASS = r"\[(?:\\.|[^\]\\])+\]"
 _GROUP = r"\(\?i:[A-Za-z']+(?:\|[A-Za-z']+)*\)"
 _ALTERNATIVE = re.compile(rf"(?:{_CLASS}|{_GROUP}|\\.|\((?!\?i:)[^()]*\)|[^|()\[\]\\])+")
@@ -66,7 +67,7 @@ _ODD_CHARACTERS = (0, 0x1C, 0x1D, 0x1E, 0x1F)
 
 
 class TokenCounter:
-    """Counts tokens of texts, which contain their special tokens.
+    """Counts tokens of rendered texts, in which special tokens are written out.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -83,12 +84,14 @@ class TokenCounter:
         if self._backend is not None:
             self.cut_table = find_cuts(json.loads(self._backend.to_str()))
         if self.cut_table is not None:
+            # Where a special token may begin, by its first byte, and an expression that matches it.
             tokens = self._backend.get_added_tokens_decoder().values()
             added = [token.content.encode() for token in tokens]
             # The longest comes first, because a token may begin with another one.
             added.sort(key=len, reverse=True)
             self._special_tokens_pattern = re.compile(b"|".join(map(re.escape, added)))
             self._begins_special_token = np.isin(np.arange(256), [token[0] for token in added])
+            # Truncation and padding would change the number of tokens of a piece.
             self._backend.no_truncation()
             self._backend.no_padding()
 
@@ -111,11 +114,12 @@ class TokenCounter:
             counts = [len(ids) for ids in encodings["input_ids"]]
             bounds[:] = np.array(counts, dtype=np.int64)[:, None]
             return bounds
-        if len(self._count_by_piece) > MAX_REMEMBERED_PIECES:  # common words soon come back
+        if len(self._count_by_piece) > MAX_REMEMBERED_PIECES:
+            # Common words are soon there again.
             self._count_by_piece.clear()
         encoded = [text.encode() for text in texts]
         bounds[:, 1] = [_max_num_tokens(text) for text in encoded]
-        # Texts of few bytes are surely within the limit.
+        # Texts of few bytes are surely within the limit: 0 remains their lower bound.
         is_undecided = np.ones(len(texts), dtype=bool)
         if limit is not None:
             is_undecided = bounds[:, 1] > limit
@@ -128,7 +132,7 @@ class TokenCounter:
         """Find the bounds of texts by their pieces.
 
         Args:
-            texts: texts in UTF-8 whose numbers of bytes are over the limit.
+            texts: texts in UTF-8, which may have more tokens than the limit.
             limit: as for `bounds`.
 
         Returns:
@@ -136,22 +140,25 @@ class TokenCounter:
         """
         # One array for all texts, separated by zero bytes, so that numpy does the work.
         together = b"\0".join(texts)
-        # The position after each text, which is that of its separator.
+        # For each text, the position of the separator after it.
         ends = np.cumsum([len(text) + 1 for text in texts]) - 1
         starts = self._piece_starts(together, ends)
-        owners = np.searchsorted(ends, starts)  # number of the text that each piece belongs to
+        # For each piece, the number of its text.
+        owners = np.searchsorted(ends, starts)
         # Each separator is a piece too, which is not counted.
         is_counted = starts != ends[owners]
-        # A piece has at least one token, and at most one for each of its bytes.
+
+        # First bounds: at least one token for each piece, and at most one for each byte.
         num_pieces = np.bincount(owners[is_counted], minlength=len(texts))
         bounds = np.stack([num_pieces, [_max_num_tokens(text) for text in texts]], axis=1)
         if limit is not None:
-            # Texts with more pieces are surely over the limit: their pieces need not be looked up.
+            # Texts with more pieces than that are surely over the limit: leave their pieces out.
             is_counted &= (num_pieces <= limit)[owners]
         owners = owners[is_counted]
+        # For each counted piece its position in `pieces`, which has each distinct piece once.
         codes, pieces = _distinct_pieces(together, starts, is_counted)
 
-        # Tokens of each distinct piece; 0 if not known.
+        # Look up the number of tokens of each distinct piece; 0 if not known.
         known_counts = map(self._count_by_piece.get, pieces, repeat(0))
         counts = np.array([*known_counts], dtype=np.int64)
         max_counts = counts.copy()
@@ -166,7 +173,8 @@ class TokenCounter:
             """
             return np.bincount(owners, values[codes], minlength=len(texts)).astype(np.int64)
 
-        # The counts of known pieces narrow the bounds of the texts whose pieces were looked up.
+        # Second bounds, for the texts whose pieces were looked up: an unknown piece still has at
+        # least one token, and at most one for each byte.
         is_undecided = np.bincount(owners, minlength=len(texts)) > 0
         narrower = np.stack([sum_by_text(np.maximum(counts, 1)), sum_by_text(max_counts)], axis=1)
         bounds[is_undecided] = narrower[is_undecided]
@@ -176,7 +184,7 @@ class TokenCounter:
         else:
             is_undecided &= (lower <= limit) & (upper > limit)
 
-        # The texts that are still undecided get exact counts: tokenize their unknown pieces.
+        # Texts that are still undecided get exact counts: tokenize the unknown pieces in them.
         is_needed = np.zeros(len(pieces), dtype=bool)
         is_needed[codes[is_undecided[owners]]] = True
         needed = np.flatnonzero(is_needed & (counts == 0))
@@ -198,7 +206,7 @@ class TokenCounter:
         """Find the positions where pieces begin. Each separator is a piece of its own.
 
         Args:
-            together: the texts, separated by zero bytes.
+            together: the texts in UTF-8, separated by zero bytes.
             ends: the position after each text, [texts].
 
         Returns:
@@ -207,6 +215,7 @@ class TokenCounter:
         assert self.cut_table is not None
         characters = np.frombuffer(together, dtype=np.uint8)
         byte_pairs = characters[:-1].astype(np.uint16) << 8 | characters[1:]
+        # `marks[i]` says whether to cut between the bytes `i` and `i + 1`, and before the byte `i`.
         marks = self.cut_table[byte_pairs]
         # One entry for each position, and one for the end.
         is_start = np.zeros(len(characters) + 1, dtype=bool)
@@ -217,9 +226,10 @@ class TokenCounter:
             token = self._special_tokens_pattern.match(together, start)
             if token:
                 is_start[start + 1 : token.end()] = False
-                # No word takes a space before a special token: it stays with the white space there.
+                # A space before a special token belongs to the white space there, because no word
+                # follows: do not cut before the space.
                 is_start[start - 1 : start] &= together[start - 1 : start] != b" "
-        # A piece begins with each text, and with the separator after it.
+        # A piece begins with each text, and one with each separator.
         is_start[0] = True
         is_start[ends] = True
         is_start[ends[:-1] + 1] = True
@@ -237,10 +247,10 @@ def _distinct_pieces(
         is_counted: which pieces are counted.
 
     Returns:
-        For each counted piece its number among the distinct ones; and the distinct pieces.
+        For each counted piece its position in the list of distinct pieces; and that list.
     """
     offsets = np.append(starts, len(together)).astype(np.int32)
-    # An Arrow array over the bytes themselves: only the distinct pieces are copied.
+    # An Arrow array that refers to the bytes of `together`: only the distinct pieces are copied.
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(together)]
     pieces = pa.Array.from_buffers(pa.binary(), len(starts), buffers)
     encoded = pieces.filter(pa.array(is_counted)).dictionary_encode()
@@ -248,8 +258,8 @@ def _distinct_pieces(
 
 
 def _max_num_tokens(text: bytes) -> int:
-    """Upper bound of the number of tokens of a text: one token for each byte."""
-    # The tokenizer may apply NFC first, which leaves ASCII as it is, and makes other texts at most
+    """Upper bound of the number of tokens of a text: one for each byte that the tokenizer gets."""
+    # The tokenizer may apply NFC first, which leaves ASCII unchanged and makes other texts at most
     # three times as long.
     return len(text) if text.isascii() else 3 * len(text)
 
@@ -266,8 +276,9 @@ def find_cuts(description: Mapping[str, Any]) -> np.ndarray | None:
     """
     alternatives = _parse_alternatives(_splitting_pattern(description))
     texts = {tuple(part.text for part in parts) for parts in alternatives}
-    # These two alternatives split a run of white space before its last space, if a word follows. A text
-    # may be cut there, before that space, if the conditions below hold too.
+    # These two alternatives split a run of white space before its last space, if a word follows:
+    # the space then belongs to the word. A text may be cut before that space if the conditions
+    # below hold too.
     if not texts >= {(_ALL_BUT_LAST_SPACE,), (_SPACE_RUN,)}:
         return None
     # A match must have a space only as its first character, unless it is white space alone.
@@ -279,7 +290,8 @@ def find_cuts(description: Mapping[str, Any]) -> np.ndarray | None:
     table = np.zeros((256, 256), dtype=np.uint8)
     is_word = np.zeros(256, dtype=bool)
     is_word[0x21:0x7F] = True
-    # First bytes in UTF-8 of characters beyond ASCII that are surely no white space.
+    # First bytes in UTF-8 of characters beyond ASCII. Left out are first bytes of white space, such
+    # as 0xC2 of U+00A0 and 0xE3 of U+3000.
     is_word[0xC3:0xE0] = True
     is_word[0xE4:0xF5] = True
     table[_SPACE, is_word] = _BEFORE
@@ -292,23 +304,26 @@ def find_cuts(description: Mapping[str, Any]) -> np.ndarray | None:
 
 
 def _splitting_pattern(description: Mapping[str, Any]) -> str:
-    """Find the regular expression that splits texts into words.
+    """The regular expression by which a tokenizer splits texts into words.
 
     Args:
         description: the tokenizer as in tokenizer.json.
 
     Returns:
-        The expression; empty if the tokenizer does anything else that depends on the context.
+        The expression. It is empty if the tokenizer may do anything else in which a piece of text
+        depends on its context: texts must not be cut then.
     """
     model = description["model"]
     if model.get("type") != "BPE" or model.get("dropout"):
         return ""
-    # NFC composes no ASCII character with the one before it, so cuts before ASCII stay right.
+    # NFC never joins an ASCII character with the character before it, so it allows cuts before
+    # ASCII.
     normalizer = description.get("normalizer") or {"type": "NFC"}
     steps = normalizer.get("normalizers", [normalizer])
     if any(step["type"] != "NFC" for step in steps):
         return ""
-    # With a token for each byte, no text has an unknown token.
+    # With a token for each byte there is no unknown token, which could stand for several
+    # characters.
     if not model["vocab"].keys() >= _ALPHABET:
         return ""
     # A special token must not change how the text around it is tokenized.
@@ -338,11 +353,11 @@ class _RegexPart(NamedTuple):
 
     Attributes:
         text: the part as it is written.
-        matches: for each ASCII character whether the part may match it, bool [128]; all true if not
-            known.
-        matches_alone: whether a single one of these characters is a full match of the part.
-        is_optional: whether it may match nothing.
-        is_repeated: whether it may match several characters.
+        matches: for each ASCII character whether the part may match it, bool [128]; all true if
+            that is not known.
+        matches_alone: whether the part matches each of these characters on its own.
+        is_optional: whether the part may match nothing.
+        is_repeated: whether the part may match several characters.
     """
 
     text: str
@@ -353,8 +368,10 @@ class _RegexPart(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "_RegexPart":
-        """Find out what a part matches. Whatever is not understood may match anything."""
+        """Find out what a part matches. A part that is not understood may match anything."""
         if text in _SPACES:
+            # Only `\s+` matches any single white space; the others need a line break, or depend on
+            # what follows.
             return cls(
                 text, np.isin(np.arange(128), [*_WHITE_SPACE]), matches_alone=text == _SPACE_RUN
             )
@@ -363,9 +380,10 @@ class _RegexPart(NamedTuple):
         base, quantifier = match.groups(default="") if match else ("", "")
         is_optional = quantifier[:1] in ("*", "?") or quantifier.startswith("{0")
         is_repeated = quantifier[:1] in ("*", "+", "{")
-        # A quantifier such as `{2,3}` asks for several characters.
+        # A quantifier such as `{2,3}` asks for more than one character.
         matches_alone = not re.match(r"\{([2-9]|\d\d)", quantifier)
-        # A group of words is taken for a class of their letters, in any order and number.
+        # A group of words, `(?i:...)`, is treated as a class of the letters in them, which may come
+        # in any order and number.
         if base.startswith("("):
             letters = base[4:-1].replace("|", "")
             base = f"[{letters}{letters.swapcase()}]"
@@ -378,8 +396,9 @@ class _RegexPart(NamedTuple):
             return cls(text, np.ones(128, dtype=bool))
 
         # Python's `re` knows no properties of Unicode, so their ASCII characters are listed.
-        plain = re.sub(r"\\p\{(\w+)\}", lambda name: _ASCII_OF_PROPERTY[name[1]], base)
-        # A class must not be empty, so a character beyond ASCII is added.
+        plain = re.sub(r"\\p\{(\w+)\}", lambda match: _ASCII_OF_PROPERTY[match[1]], base)
+        # Properties without ASCII characters would leave a class empty, which is an error, so add a
+        # character beyond ASCII.
         plain = f"{plain[:-1]}\uffff]" if base.startswith("[") else f"[{plain}\uffff]"
         pattern = re.compile(plain)
         matches = np.array([pattern.match(chr(code)) is not None for code in range(128)])
@@ -390,7 +409,7 @@ def _parse_alternatives(pattern: str) -> list[list[_RegexPart]]:
     """Split a regular expression into its alternatives, and each of them into parts.
 
     Returns:
-        The parts of each alternative; empty if the expression has other syntax.
+        The parts of each alternative; empty if the expression is not understood.
     """
     texts = _ALTERNATIVE.findall(pattern)
     if "|".join(texts) != pattern:
@@ -401,23 +420,23 @@ def _parse_alternatives(pattern: str) -> list[list[_RegexPart]]:
         if text in _SPACES:
             part_texts = [text]
         elif "".join(part_texts) != text:
-            part_texts = [""]  # one part, which may match anything
+            part_texts = [""]  # not understood: one part, which may match anything
         alternatives.append([*map(_RegexPart.parse, part_texts)])
     return alternatives
 
 
 def _held_together_pairs(alternatives: list[list[_RegexPart]]) -> np.ndarray:
-    """Find the pairs of ASCII characters that may be neighbours in one match, bool [128, 128].
+    """Find the pairs of ASCII characters that may be neighbours in one word, bool [128, 128].
 
-    A character that no alternative is sure to match alone may be in a longer stretch between
-    matches, so it counts as held together with all others.
+    Text between two matches of the expression is a word too. A character that no alternative is
+    sure to match on its own may be in such a word, so it counts as a neighbour of all others.
     """
     is_held = np.zeros((128, 128), dtype=bool)
     is_surely_matched = np.zeros(128, dtype=bool)
     for parts in alternatives:
         for number, part in enumerate(parts):
-            # Any later part may follow directly, since those between may be optional. A repeated
-            # part may also follow itself.
+            # Take it that any later part may follow directly, because the parts between may be
+            # optional. A repeated part may also follow itself.
             following = parts[number if part.is_repeated else number + 1 :]
             if following:
                 follows = np.any([other.matches for other in following], axis=0)

@@ -20,7 +20,7 @@ from quadriga.protocol.chats import CONTINUING, ends_with_assistant
 Messages = list[dict[str, Any]]
 _TEMPLATE_KEY = "actor_rollout_ref.model.custom_chat_template"
 MAX_ROLE_ORDERS = 256
-"""Number of role orders for which the template is checked to write each message."""
+"""Most role orders for which the template is checked to write each message."""
 _PROBE = " quadriga"
 """Text that is added to a message to see whether the rendered chat changes."""
 _RESERVED_KWARGS = (
@@ -32,9 +32,9 @@ _RESERVED_KWARGS = (
     "max_length",
 )
 RoleOrder = tuple[tuple[tuple[str, str], ...], str, bool]
-"""Sorted pairs of consecutive roles in a chat, its last role, and whether there are tools.
+"""Sorted distinct pairs of consecutive roles in a chat, its last role, whether there are tools.
 
-The first pair of a chat is "" and its first role."""
+The first message counts as preceded by the role ""."""
 
 
 def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
@@ -62,7 +62,8 @@ def load_tokenizer(
     Args:
         path: a folder or a name on the hub.
         trust_remote_code: whether code in that folder may run.
-        chat_template: Jinja, or a file with it. None: the tokenizer's own.
+        chat_template: Jinja text, or the path of a file with it. None: the tokenizer's own
+            template.
 
     Returns:
         The tokenizer.
@@ -82,7 +83,7 @@ def load_tokenizer(
         ) from error
     if chat_template is not None:
         try:
-            # A template has braces; a file name hardly ever.
+            # A template has braces, and a file name hardly ever has.
             if "{" not in chat_template:
                 tokenizer.chat_template = Path(chat_template).expanduser().read_text("utf-8")
             else:
@@ -105,19 +106,19 @@ def check_tokenizer(
 
     Args:
         tokenizer: changed in place.
-        name: its name, for errors and notices.
-        has_template: whether the caller has a chat template of its own, so that the tokenizer needs
-            none.
+        name: name of the tokenizer, for errors and notices.
+        has_template: whether the caller has a chat template of its own. Then the tokenizer needs
+            none, and none is checked.
 
     Raises:
         DataError: as for `load_tokenizer`.
     """
     where = f"tokenizer {name}"
-    # Special tokens that were added to an empty vocabulary do not count.
+    # Tokens that were added to the vocabulary do not count: it may be empty without them.
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         raise DataError(
             where,
-            got="a vocabulary without a token, which transformers makes of a folder without one",
+            got="an empty vocabulary, which transformers makes of a folder without tokenizer files",
             expected="tokenizer.json, or the files of another kind of tokenizer",
             fix="Copy them there, or set data.tokenizer to a folder that has them.",
         )
@@ -129,7 +130,7 @@ def check_tokenizer(
                 expected="at least one of them",
                 fix='Set "pad_token" in its tokenizer_config.json.',
             )
-        # Padding is masked, so any token will do.
+        # Padding is masked, so any token can serve for it.
         tokenizer.pad_token = tokenizer.eos_token
         print(
             f"{where}: it has no pad token; its end-of-sequence token {tokenizer.eos_token!r} is"
@@ -143,7 +144,7 @@ def check_tokenizer(
         raise DataError(
             where,
             got="no chat template",
-            expected="one, to turn chat messages into text",
+            expected="a chat template, which turns messages into text",
             fix=f"Set {_TEMPLATE_KEY}, or use the tokenizer of an instruct model.",
         )
     if _ignores_messages(tokenizer):
@@ -151,13 +152,13 @@ def check_tokenizer(
         raise DataError(
             f"chat template of {where}",
             got=f"{template}, which writes the same whatever the messages say",
-            expected="one that writes their content",
-            fix=f"Correct it, or set {_TEMPLATE_KEY} to another one.",
+            expected="a template that writes the content of messages",
+            fix=f"Correct it, or set {_TEMPLATE_KEY} to another template.",
         )
 
 
 def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template renders the same text whatever the content of a message is."""
+    """Whether the chat template renders the same text for messages with different content."""
     encoder = ChatEncoder(tokenizer, {})
     texts = ("one", "two")
     # Some templates read only texts, some only lists of parts.
@@ -193,7 +194,7 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
         DataError: the prompt has another form.
     """
     prompt = chat_in_json(prompt) or prompt
-    # A text that is no chat in JSON.
+    # Text that is no chat in JSON is a message of the user.
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if not _is_message_list(prompt):
@@ -207,7 +208,7 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
     for number, row_message in enumerate(prompt):
         message = without_nulls(row_message)
         content = message.get("content")
-        # A message with tool calls needs no content.
+        # A message that consists of tool calls needs no content.
         has_only_calls = content is None and message.get("tool_calls")
         if not isinstance(content, Sequence) and not has_only_calls:
             raise DataError(
@@ -216,7 +217,7 @@ def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages
                 expected="a content that is text, or a list of parts",
                 fix='Give it a text, "" if need be.',
             )
-        # Templates of text-only models expect text.
+        # Parts that are all text become one text, for templates that know no parts.
         if isinstance(content, list) and all(
             isinstance(part, Mapping) and part.get("type") == "text" for part in content
         ):
@@ -280,8 +281,8 @@ class ChatEncoder:
         self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
         ending_keys = {"add_generation_prompt", "continue_final_message"}
         self._may_continue = ending_keys.isdisjoint(template_kwargs)
-        # For each role order that was checked, a pair of consecutive roles whose second message the template leaves
-        # out. None: it writes all messages.
+        # For each role order that was checked, the roles of two consecutive messages of which the
+        # template leaves out the second. None: it writes all messages.
         self._omitted_pairs: dict[RoleOrder, tuple[str, str] | None] = {}
 
     def render(
@@ -296,7 +297,8 @@ class ChatEncoder:
             options: further arguments of the template; they replace those of `template_kwargs`.
 
         Returns:
-            The text of the chat, which ends with the beginning of the assistant's next turn.
+            The text of the chat. By default it ends with the beginning of the assistant's next
+            turn, or with the assistant's last turn, left open to be continued.
 
         Raises:
             DataError: the template refuses the messages, or leaves one of them out.
@@ -308,6 +310,7 @@ class ChatEncoder:
             arguments["tools"] = list(tools)
             arguments["add_generation_prompt"] = options.get("add_generation_prompt", True)
             is_continued = ends_with_assistant(messages)
+        # The last turn stays open, unless the caller says how the text is to end.
         if is_continued and "add_generation_prompt" not in options:
             arguments |= CONTINUING
         text = self.apply_template(messages, arguments, where=where)
@@ -320,7 +323,10 @@ class ChatEncoder:
         return len(self._omitted_pairs)
 
     def continues(self, messages: Messages) -> bool:
-        """Whether the messages end with a turn of the assistant that the model is to continue."""
+        """Whether the messages end with a turn of the assistant that the model is to continue.
+
+        False if `template_kwargs` say how the prompt ends.
+        """
         return self._may_continue and ends_with_assistant(messages)
 
     def apply_template(
@@ -350,7 +356,8 @@ class ChatEncoder:
                 fix="Correct the row or the template, or change data.apply_chat_template_kwargs.",
             ) from error
         try:
-            # Half of a surrogate pair would fail only in the tokenizer, without the place.
+            # Half of a surrogate pair would raise later, in the tokenizer, where the row is not
+            # known.
             str(text).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
@@ -370,7 +377,7 @@ class ChatEncoder:
         """Raise a DataError if the template leaves out a message.
 
         The check renders several changed chats, so only the first chat of each role order is
-        checked.
+        checked, and only for the first `MAX_ROLE_ORDERS` orders.
 
         Args:
             messages: the chat.
@@ -402,7 +409,7 @@ class ChatEncoder:
     ) -> tuple[str, str] | None:
         """Find a message that the template leaves out.
 
-        The template writes a message if the text of the chat changes when the message does.
+        The template writes a message if a change of the message changes the text of the chat.
 
         Args:
             messages: the chat.
@@ -424,7 +431,8 @@ class ChatEncoder:
             try:
                 is_written = self.apply_template(changed_chat, options) != text
                 # Templates may drop the reasoning of an earlier turn, and text beside a tool call,
-                # but still write the turn. Then the chat without the turn has another text.
+                # but still write the rest of the turn. Then the chat without the turn has another
+                # text.
                 if not is_written and message["role"] == "assistant":
                     shorter = [*messages[:number], *messages[number + 1 :]]
                     is_written = self.apply_template(shorter, options) != text
@@ -443,11 +451,11 @@ class ChatEncoder:
 
     @cached_property
     def counter(self) -> TokenCounter:
-        """Counter of the tokens of rendered texts, which remembers those of words."""
+        """Counter of the tokens of rendered texts. It remembers the counts of words."""
         return TokenCounter(self.tokenizer)
 
     def fingerprint(self) -> str:
-        """Hash of everything that determines the token ids of prompts."""
+        """Hash of everything here that determines the token ids of prompts, for keys of caches."""
         tokenizer = self.tokenizer
         # The part of a fast tokenizer that is written in Rust describes itself completely.
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -459,7 +467,7 @@ class ChatEncoder:
                 sorted(tokenizer.get_vocab().items()),
                 tokenizer.special_tokens_map,
             ]
-        # Neither of these descriptions includes the chat template.
+        # Neither form of `tokenizer_facts` has the chat template.
         template = self.template_kwargs.get("chat_template") or tokenizer.chat_template
         facts = {
             # Raise this number when this package reads or refuses rows in another way.
@@ -475,10 +483,11 @@ class ChatEncoder:
 
 
 def describe_template_check(num_orders: int) -> str:
-    """Describe the result of checking the chat template, for a notice at the start of a run.
+    """Describe the check that the chat template has passed, for a notice at the start of a run.
 
     Args:
-        num_orders: number of role orders in the data.
+        num_orders: number of role orders in the data. From `MAX_ROLE_ORDERS` on, the text says that
+            only so many were checked.
     """
     text = "the chat template writes every message"
     if num_orders >= MAX_ROLE_ORDERS:
@@ -501,9 +510,9 @@ def role_order(messages: Messages, *, has_tools: bool) -> RoleOrder:
 
 
 def _first_message_of_pairs(messages: Messages) -> dict[tuple[str, str], int]:
-    """Map each pair of consecutive roles to the number of the first message that follows in it.
+    """For each pair of consecutive roles, the number of the first message that is second in it.
 
-    The first message of a chat follows the role "".
+    The first message of a chat counts as preceded by the role "".
     """
     roles = ["", *(message["role"] for message in messages)]
     numbers: dict[tuple[str, str], int] = {}
@@ -523,7 +532,7 @@ def require_embedded(
 
     Args:
         token_ids: ids of a text.
-        vocabulary_size: rows of the embedding. None: every token of the tokenizer has one.
+        vocabulary_size: rows of the embedding. None: it has a row for every token.
         tokenizer: names the token in the error.
         where: file and row, for errors.
 
@@ -542,7 +551,7 @@ def require_embedded(
 
 
 def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the fields that are not None. Parquet gives each struct the fields of all, as nulls."""
+    """Copy the fields that are not None: Parquet gives each struct the fields of all structs."""
     return {name: value for name, value in fields.items() if value is not None}
 
 

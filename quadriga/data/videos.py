@@ -3,8 +3,8 @@
 
     video (number, rate and size of frames) ──rules of the model──> clip (which frames, in which size)
 
-The rules are those of the model's video processor in transformers, computed without torchvision.
-Decoders need earlier frames to decode a frame of a file; those are never held in memory.
+The rules are those of the model's video processor in transformers, computed without torchvision. To
+decode a frame of a file, a decoder needs earlier frames; these are not kept in memory.
 
 Shapes: T frames of H by W pixels, cut into S patches of X values each.
 """
@@ -48,15 +48,15 @@ _FORMS = "a path, the bytes of a video file, a list of images, an array [T, H, W
 
 @dataclass(frozen=True)
 class Video:
-    """A video whose frames are not read yet.
+    """A video whose frames have not been read.
 
     Attributes:
         num_frames: T.
         fps: frames per second. None: not known.
         height: height in pixels.
         width: width in pixels.
-        read: reads the frames with the given numbers, which must ascend, [H, W, 3] uint8 each.
-        source: the file, or its bytes. None: the video came as frames.
+        read: takes ascending numbers of frames, and returns these frames, [H, W, 3] uint8 each.
+        source: the file, or its bytes. None: the row has the frames themselves.
     """
 
     num_frames: int
@@ -73,10 +73,10 @@ class Clip:
 
     Attributes:
         indices: numbers of the T frames in the video.
-        fps: frames per second of the whole video.
-        num_frames: frames of the whole video.
+        fps: frames per second of the whole video, not of the frames in the clip.
+        num_frames: number of frames of the whole video.
         size: height and width in pixels after resizing.
-        frames: resized frames, [T, 3, H, W] uint8. None: they are only counted.
+        frames: resized frames, [T, 3, H, W] uint8. None: they have not been read.
     """
 
     indices: tuple[int, ...]
@@ -91,7 +91,7 @@ class Clip:
 
         Args:
             frames: [T, 3, H, W] uint8.
-            metadata: from `metadata()` of the original clip.
+            metadata: what `metadata()` of the original clip returned.
 
         Returns:
             The clip with its frames.
@@ -107,6 +107,7 @@ class Clip:
 
     def metadata(self) -> dict[str, Any]:
         """Facts about the video, under the names that transformers and vLLM use."""
+        # `do_sample_frames`: no further choice is to be made among these frames.
         return {
             "total_num_frames": self.num_frames,
             "fps": self.fps,
@@ -129,14 +130,15 @@ class FrameRules:
         mean: mean of each color, after scaling.
         std: standard deviation of each color, after scaling.
         scale: factor of a pixel's value, applied before `mean` and `std`.
-        writes_times: whether the prompt has the tokens of each time apart, with the time as text.
+        writes_times: whether the prompt writes the time of each patch along time as text, between
+            the tokens of the patches.
         limits_whole_clip: whether `min_pixels` and `max_pixels` limit the pixels of all frames
-            together. Otherwise they limit those of each frame.
+            together. Otherwise they limit the pixels of each frame.
         fps: frames that are taken of each second.
-        min_frames: fewest frames of a video.
-        max_frames: most frames of a video.
-        max_duration_s: seconds (GLM-4V). Up to this length frames are taken at `fps`; of a longer
-            video as many frames in all as of one of this length. None: `min_frames` and
+        min_frames: fewest frames that are taken of a video.
+        max_frames: most frames that are taken of a video.
+        max_duration_s: for GLM-4V, most seconds of a video at which frames are taken at `fps`. A
+            longer video has as many frames as one of this length. None: `min_frames` and
             `max_frames` limit the number of frames.
     """
 
@@ -162,7 +164,7 @@ class FrameRules:
         """Make the rules of a model.
 
         Args:
-            settings: of the model's video processor, from `video_settings`.
+            settings: settings of the model's video processor, from `video_settings`.
             model_type: `model_type` of the model's configuration.
             options: values of `data.mm_processor_kwargs`, which replace the model's own.
 
@@ -193,10 +195,10 @@ class FrameRules:
                 raise DataError(
                     f"data.mm_processor_kwargs.{min(ignored_keys)}",
                     got=f"a value, for a model of type {model_type}",
-                    expected="fps, by which alone it takes frames",
+                    expected="fps, the only option for the number of frames in this model",
                     fix="Leave the key out.",
                 )
-        # Some files have the bounds of a frame under `size`.
+        # Some files have the limits of a frame's pixels under `size`.
         size = settings.get("size") or {}
         writes_times = model_type in TIME_TEXT_TYPES
         pixel_keys = ("min_pixels", "max_pixels")
@@ -210,7 +212,8 @@ class FrameRules:
             std=tuple(settings.get("image_std") or std),
             scale=settings.get("rescale_factor") or 1 / 255,
             writes_times=writes_times,
-            # As options, these keys limit each image, and so each frame.
+            # In the model's files, the limits are for the whole clip if the prompt writes times. As
+            # options of the user, they are for each image, and so for each frame.
             limits_whole_clip=writes_times and options.keys().isdisjoint(pixel_keys),
             max_duration_s=max_duration_s,
             fps=settings.get("fps") or _FPS,
@@ -232,6 +235,7 @@ class FrameRules:
         Raises:
             DataError: the sides of the video differ too much.
         """
+        # Frames whose rate is not known count as taken at the model's rate already.
         fps = video.fps or self.fps
         if self.max_duration_s is not None:
             indices = self._glm_indices(video, fps, self.max_duration_s)
@@ -261,7 +265,8 @@ class FrameRules:
             frames = [self._resize(frame, clip.size) for frame in video.read(clip.indices)]
             return torch.cat(frames)
 
-        # Part of the cache's key: other rules may choose other frames of the same file, or another size.
+        # Part of the key in the cache: other rules may choose other frames of the file, or other
+        # sizes.
         variant = (clip.indices, clip.size)
         frames = DECODED.get(video.source, variant, decode, lambda tensor: tensor.nbytes)
         return replace(clip, frames=frames)
@@ -273,9 +278,10 @@ class FrameRules:
         return time, height // self.patch_size, width // self.patch_size
 
     def times(self, clip: Clip) -> list[float]:
-        """Time in seconds of each patch along time.
+        """Time in seconds of each patch along time, which has `temporal_patch_size` frames.
 
-        It is the middle of the patch, or its start for models with `max_duration_s` (GLM-4V).
+        It is the mean of the times of its first and last frame; for models with `max_duration_s`
+        (GLM-4V) the time of the first frame.
         """
         size = self.temporal_patch_size
         # The last frame is repeated to fill the last patch.
@@ -291,8 +297,8 @@ class FrameRules:
     def patches(self, clip: Clip) -> torch.Tensor:
         """Cut the frames of a clip into normalized patches, [S, X] float32.
 
-        They are ordered by time, then by the square that makes an embedding, then within the
-        square.
+        The order is by time, then by the squares of patches that make an embedding, then by the
+        patches within a square.
         """
         assert clip.frames is not None, "the frames of a clip are read"
         time, height, width = self.grid(clip)
@@ -309,8 +315,8 @@ class FrameRules:
         std = torch.tensor(self.std)[:, None, None] * (1.0 / self.scale)
         frames = (frames - mean) / std
 
-        # The axes of time are patches and frames of a patch. Height and width each become squares,
-        # patches of a square, and pixels of a patch.
+        # Split each axis. Time becomes patches, and frames of a patch; height and width each become
+        # squares, patches of a square, and pixels of a patch.
         blocks = frames.view(
             time, size, 3, height // merged, merged, pixels, width // merged, merged, pixels
         )
@@ -330,7 +336,7 @@ class FrameRules:
             The numbers of the frames.
         """
         last = video.num_frames - 1
-        # As in transformers, which knows the duration of a file.
+        # As in transformers, which knows the duration of a file, and estimates it for other videos.
         duration_s = video.num_frames / fps if video.source else round(last / fps) + 1
         max_count = int(max_duration_s * self.fps)
         if duration_s <= max_duration_s:
@@ -340,9 +346,9 @@ class FrameRules:
             places = np.arange(video.num_frames)
         else:
             places = np.ceil(np.linspace(0, duration_s, max_count) * fps)
-        # At a higher rate than the video's, frames come several times; each is taken once.
+        # If more frames are wanted than there are, some come several times: take each only once.
         indices = np.unique(places.clip(max=last).astype(int)).tolist()
-        # A patch has two frames.
+        # A patch has two frames, so repeat the last one of an odd number.
         if len(indices) % 2:
             indices.append(indices[-1])
         return indices
@@ -383,8 +389,8 @@ class FrameRules:
         side = self.patch_size * self.merge_size  # of an embedding, in pixels
         min_pixels = self.min_pixels
         max_pixels = self.max_pixels
-        # Number of frames whose pixels are limited together, and the same in whole patches:
-        # transformers compares with the latter, and scales by the former.
+        # Number of frames whose pixels are limited together, and the same rounded to whole patches.
+        # As in transformers, the latter decides whether to scale, the former by how much.
         num_limited = 1
         num_in_patches = 1
         if self.writes_times:
@@ -394,7 +400,7 @@ class FrameRules:
             if not self.limits_whole_clip:
                 min_pixels *= num_in_patches
                 max_pixels *= num_in_patches
-            # Each side has room for at least one embedding.
+            # Enlarge a small frame so that each side has room for at least one embedding.
             if min(height, width) < side:
                 scale = max(side / height, side / width)
                 height = int(height * scale)
@@ -406,7 +412,8 @@ class FrameRules:
                 expected=f"sides that differ at most {_MAX_SIDE_RATIO} times",
                 fix="Crop or leave out the video.",
             )
-        # The nearest multiples, unless they are outside the limits. Then both sides are scaled alike.
+        # Take the nearest multiples of `side`. If they are outside the limits, scale both sides
+        # first.
         new_height = round(height / side) * side
         new_width = round(width / side) * side
         num_pixels = num_in_patches * new_height * new_width
@@ -435,7 +442,7 @@ def video_settings(path: str | Path) -> dict[str, Any]:
         path: the model's folder or its name on the hub.
     """
     for name in FILES:
-        # With these options it returns None for a file that is not there.
+        # With these options the call returns None for a file that does not exist.
         file = cached_file(
             path,
             name,
@@ -454,7 +461,7 @@ def video_settings(path: str | Path) -> dict[str, Any]:
 
 
 def open_video(value: Any, *, folder: Path, where: str) -> Video:
-    """Open a video of a row. Its frames are not read yet.
+    """Open a video of a row, without reading the frames that a model gets.
 
     Args:
         value: a path or a `file://` URL; bytes of a video file; a list of images; an array [T, H,
@@ -468,11 +475,11 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
         The video.
 
     Raises:
-        DataError: the value has none of these forms, does not exist, is no video that can be read,
-            or has no frame.
+        DataError: the value has none of these forms, has an `fps` that is wrong or of a file, does
+            not exist, is no video that can be read, or has no frame.
     """
     fps = None
-    # Dictionaries may be nested: `with_parts` wraps a list of frames to keep its `fps`.
+    # Dictionaries may be nested: `with_parts` puts a list of frames into one, beside its `fps`.
     while isinstance(value, Mapping):
         fields = without_nulls(value)
         if fields.keys() & {"bytes", "path", "url"}:
@@ -484,7 +491,7 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
                 where,
                 got=f"a video with {', '.join(names) or 'nothing'}",
                 expected=_FORMS,
-                fix="data.mm_processor_kwargs sets number and size of the frames, for all videos.",
+                fix="Set number and size of frames in data.mm_processor_kwargs, for all videos.",
             )
         value = fields[names[0]]
     if fps is not None and not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
@@ -499,14 +506,17 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
         raise DataError(
             where,
             got="fps beside a file",
-            expected="a file, which says it itself",
+            expected="no fps, because the file has its own",
             fix="Leave it out. data.mm_processor_kwargs.fps sets how many frames of a second are taken.",
         )
     return _video_of_file(find_source(value, folder, where, "video", _FORMS), where)
 
 
 def _video_of_list(values: list[Any], fps: float | None, folder: Path, where: str) -> Video:
-    """Open a video that is a list of images, or an array as nested lists."""
+    """Open a video that is a list of images, or an array as nested lists.
+
+    Arguments and errors as for `open_video`; `fps` is None if it is not known.
+    """
     if not values:
         raise DataError(
             where, got="a video without frames", expected="at least one frame", fix="Leave it out."
@@ -543,7 +553,11 @@ def _video_of_list(values: list[Any], fps: float | None, folder: Path, where: st
 
 
 def _video_of_array(array: np.ndarray, fps: float | None, where: str) -> Video:
-    """Open a video that is an array [T, H, W, 3] or [T, 3, H, W]."""
+    """Open a video that is an array [T, H, W, 3] or [T, 3, H, W].
+
+    Raises:
+        DataError: the array has another shape, or values that are not from 0 to 255.
+    """
     if array.ndim == 4 and array.shape[-1] != 3 and array.shape[1] == 3:
         array = array.transpose(0, 2, 3, 1)
     # Arrays that were nested lists have int64 values.
@@ -567,13 +581,17 @@ def _video_of_array(array: np.ndarray, fps: float | None, where: str) -> Video:
 
 
 def _video_of_file(source: Path | io.BytesIO, where: str) -> Video:
-    """Open a video that is a file. Its header and its first frame are read."""
+    """Open a video that is a file, and read its header and its first frame.
+
+    Raises:
+        DataError: the file cannot be read, or has no frame.
+    """
     with _open_container(source, where) as (container, stream):
         # The header may leave out the number of frames. Packets can be counted without decoding.
         count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
         fps = float(stream.average_rate or stream.guessed_rate or 0)
     with _open_container(source, where) as (container, stream):
-        # A header may promise frames that are not there.
+        # Decode a frame, because a header may promise frames that are not there.
         first_frame = next(container.decode(stream), None)
         if first_frame is None or not count or not fps:
             raise DataError(
@@ -613,7 +631,8 @@ def _decode_frames(
         # Time stamps count from `start`, in units of this many seconds.
         start = stream.start_time or 0
         unit = float(stream.time_base)
-        # Numbers of the key frames; empty with older versions of PyAV, and for files without an index.
+        # Numbers of the key frames, at which decoding can begin. Empty with older versions of PyAV,
+        # and for files without an index.
         key_frames = [
             round((entry.timestamp - start) * unit * fps)
             for entry in getattr(stream, "index_entries", ())
@@ -623,11 +642,12 @@ def _decode_frames(
         frame = None
         position = -1  # number of the frame that was decoded last
         for index in indices:
-            # The frame at which decoding would begin after a seek: the last key frame before `index`.
+            # The frame at which decoding would begin after a seek: the last key frame up to
+            # `index`.
             seek_position = index - _KEY_FRAME_DISTANCE_S * fps
             if key_frames:
                 seek_position = key_frames[max(bisect_right(key_frames, index), 1) - 1]
-            # If a seek skips less than a second, decoding on is faster.
+            # If a seek would skip less than a second, it is faster to go on decoding.
             if seek_position > position + fps:
                 container.seek(start + int(index / fps / unit), stream=stream)
                 frames = container.decode(stream)
@@ -656,7 +676,7 @@ def _decode_frames(
 
 def _upright_pixels(frame: Any) -> np.ndarray:
     """The pixels of a frame, rotated as the file says, [H, W, 3] uint8."""
-    # Older versions of PyAV do not tell the rotation, in degrees.
+    # The rotation is in degrees. Older versions of PyAV do not have it.
     turns = round(getattr(frame, "rotation", 0) / 90) % 4
     return np.rot90(frame.to_ndarray(format="rgb24"), turns)
 
@@ -675,8 +695,8 @@ def _open_container(source: Path | io.BytesIO, where: str) -> Iterator[tuple[Any
         raise DataError(
             where,
             got="a video file, without PyAV to read it",
-            expected="it",
-            fix="pip install -e '.[video]', or give its frames as images.",
+            expected="PyAV",
+            fix="Install it: pip install -e '.[video]', or give the frames as images.",
         ) from error
 
     file: Any = str(source)

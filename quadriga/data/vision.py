@@ -6,8 +6,8 @@
 
 An image is cut into a grid of patches along time, height and width. The model makes one embedding
 of each square of `merge_size` by `merge_size` patches, and each embedding takes the place of one
-image token. A video is cut in the same way, each patch from two frames, and has a token of its own.
-This holds for the models in `VISION_TYPES` only. They differ in how a video stands in the prompt:
+image token. A video is cut in the same way, each patch from two frames, and has another token. All
+of this holds for the models in `VISION_TYPES` only, which differ in how a prompt shows a video:
 
     Qwen2-VL, Qwen2.5-VL   <start>▪▪▪▪▪▪▪▪<end>        time is an axis of the positions, in Qwen2.5-VL in seconds
     Qwen3-VL               <start><0.2 seconds><start>▪▪▪▪<end><1.2 seconds><start>▪▪▪▪<end><end>   time is text
@@ -59,12 +59,12 @@ class VisionPrompt:
     inputs: dict[str, torch.Tensor]
 
     def columns(self) -> dict[str, Any]:
-        """The prompt's entries in the batch's non-tensor columns: ids, images, videos and inputs."""
+        """The prompt's values in the batch's object columns: short ids, images, videos, inputs."""
         data = {}
         if self.pictures:
             data["image"] = list(self.pictures)
         if self.clips:
-            # Frames are sent as arrays, beside the metadata that `Clip.of` needs.
+            # Frames as arrays, beside the metadata: `clips_of` makes clips of both again.
             data["video"] = [clip.frames.numpy() for clip in self.clips if clip.frames is not None]
             data["video_metadata"] = [clip.metadata() for clip in self.clips]
         return {
@@ -81,14 +81,14 @@ class VisionProcessor:
     Attributes:
         image_processor: image processor of transformers, which cuts images into patches.
         image_token_id: token of an embedding of an image in a prompt.
-        video_token_id: token of an embedding of a video. With `video_bounds`: token of a whole
-            video before expansion.
+        video_token_id: token of an embedding of a video. With `video_bounds` it only stands for a
+            whole video, before the prompt is expanded. None: the model has no such token.
         name: the model's folder or name, for errors.
         frames: rules for videos. None: prompts with videos are refused.
         tokens_per_second: positions per second along the time of a video. None: one position for
             each patch along time.
-        bounds: tokens before and after the embeddings of one time, for models whose prompts write
-            the times (`FrameRules.writes_times`).
+        bounds: tokens before and after the embeddings of one time. Used only for models whose
+            prompts write the times (`FrameRules.writes_times`).
         video_bounds: tokens before and after a video, for models that use the image token for the
             embeddings between them. None: embeddings of videos have a token of their own.
     """
@@ -104,7 +104,8 @@ class VisionProcessor:
 
     def __post_init__(self) -> None:
         class_name = type(self.image_processor).__name__
-        # By prefix, because classes with the suffix `Fast` order the patches alike. Others do not.
+        # Compared by prefix, because classes with the suffix `Fast` order patches in the same way.
+        # Image processors of other models do not.
         supported = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
         if not class_name.startswith(supported):
             raise DataError(
@@ -115,7 +116,7 @@ class VisionProcessor:
 
     @property
     def media_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens of images and videos, and of those before and after a video."""
+        """Ids of the tokens of images and videos, and of the tokens before and after a video."""
         ids = [self.image_token_id]
         if self.video_token_id is not None:
             ids.append(self.video_token_id)
@@ -159,7 +160,7 @@ class VisionProcessor:
             if self.tokens_per_second is not None:
                 seconds = []
                 for clip in clips:
-                    # Frames per second of the clip, not of the whole video.
+                    # The rate of the frames in the clip; `clip.fps` is the rate of the whole video.
                     rate = len(clip.indices) / clip.num_frames * clip.fps
                     seconds.append(rules.temporal_patch_size / rate)
                 inputs["second_per_grid_ts"] = torch.tensor(seconds)
@@ -168,7 +169,7 @@ class VisionProcessor:
     def add_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Add `multi_modal_inputs` to a batch with `multi_modal_data`, in place; return the batch.
 
-        Nothing changes if the data set has made them (`data.return_multi_modal_inputs`).
+        Nothing changes if the batch has them already (`data.return_multi_modal_inputs=true`).
         """
         rows = batch.get("multi_modal_data")
         if "multi_modal_inputs" in batch or rows is None:
@@ -189,10 +190,10 @@ class VisionProcessor:
         encode: Encode,
         where: str,
     ) -> VisionPrompt:
-        """Process a prompt together with the turns after it. The length is not limited.
+        """Process a conversation: a prompt and the turns after it. Its length is not limited.
 
         Args:
-            ids: token ids, with one token for each image and each video.
+            ids: token ids of the conversation, with one token for each image and each video.
             images: images in any form that a row may have.
             videos: for each video its resized frames, [T, 3, H, W], and its `Clip.metadata`.
             encode: tokenizes the times of frames.
@@ -208,7 +209,7 @@ class VisionProcessor:
             read_picture(image, folder=Path(), where=f"{where}, image {number}")
             for number, image in enumerate(images)
         ]
-        # Frames are resized already; `Clip.of` only wraps them.
+        # The frames have been chosen and resized before, so the rules are not applied again.
         clips = clips_of(videos)
         return self.prompt(ids, pictures, sys.maxsize, where=where, clips=clips, encode=encode)
 
@@ -217,7 +218,8 @@ class VisionProcessor:
     ) -> tuple[list[int], list[Clip]]:
         """Count the embeddings of a row's images, and choose the frames of its videos.
 
-        Only the headers of files are read, unless bad rows are to be left out.
+        Only the headers of files are read. If bad rows are to be left out (`data.on_bad_row=skip`),
+        images and frames are decoded as a check.
 
         Args:
             media: two lists, the images and the videos of a row.
@@ -232,7 +234,7 @@ class VisionProcessor:
             DataError: as for `read_media`.
         """
         if config.on_bad_row == "skip":
-            # A row is bad if a file is damaged anywhere, which only decoding it shows.
+            # Only decoding shows damage behind the header of a file. The result is not needed here.
             read_media(media, self, config, folder=folder, where=where)
         images, videos = media
         num_embeddings = []
@@ -282,7 +284,7 @@ class VisionProcessor:
         return DataError(
             where,
             got=f"an image that the processor of {self.name} refuses ({reason})",
-            expected="one that it takes",
+            expected="an image that the processor takes",
             fix="Crop or leave out the image.",
         )
 
@@ -306,13 +308,14 @@ class VisionProcessor:
             limit: most tokens of the expanded prompt.
             where: the row, for errors.
             clips: videos with their frames.
-            encode: tokenizes times, for models that have them in the prompt.
+            encode: tokenizes times. Needed for models whose prompts write them.
 
         Returns:
             The prompt, ready for the model.
 
         Raises:
-            DataError: the ids do not have one token for each image and video, or the prompt is too
+            DataError: the ids do not have one token for each image and video; the last token is one
+                of these; the processor refuses an image; or a prompt with images or videos is too
                 long.
         """
         self.check_places(ids, pictures, clips, where=where)
@@ -321,14 +324,15 @@ class VisionProcessor:
                 where,
                 got="a prompt that ends with an image or a video",
                 expected="text behind it, as chat templates write it",
-                fix="Set data.apply_chat_template_kwargs.add_generation_prompt, or end with text.",
+                fix="End with text, or set data.apply_chat_template_kwargs.add_generation_prompt=true.",
             )
         inputs = self.inputs(pictures, clips, where=where)
         image_grids = inputs.get("image_grid_thw", torch.zeros(0, 3))
         # Each square of patches becomes one embedding.
         num_embeddings = (image_grids.prod(-1) // self.merge_size**2).int().tolist()
         expanded_ids = self.expand(ids, iter(num_embeddings), iter(clips), encode)
-        # `inputs` are empty without images and videos. Such a prompt may be truncated.
+        # A prompt without images and videos, whose `inputs` are empty, may be truncated by the
+        # caller.
         if inputs and len(expanded_ids) > limit:
             raise self._too_long_error(expanded_ids, limit, where, has_videos=bool(clips))
         positions = self.positions(expanded_ids, inputs)
@@ -344,7 +348,7 @@ class VisionProcessor:
         Returns:
             Positions along time, height and width, [3, P] int64.
         """
-        # All tensors but the pixels are arguments of `get_rope_index`.
+        # The tensors other than pixels are named like the parameters of `get_rope_index`.
         grids = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
         positions, _ = self.get_rope_index(ids, **grids)
         return positions
@@ -356,6 +360,7 @@ class VisionProcessor:
         got = f"{len(expanded_ids)} tokens"
         # The numbers tell users whether shorter texts or smaller images would help.
         kinds = self._media_kinds(expanded_ids)
+        # The numbers by which `_media_kinds` denotes them.
         for name, kind in (("images", 1), ("videos", 2)):
             count = kinds.count(kind)
             if count:
@@ -374,7 +379,7 @@ class VisionProcessor:
     def check_places(
         self, ids: list[int], images: Sequence[Any], videos: Sequence[Any], *, where: str
     ) -> None:
-        """Check that token ids have one token for each image and each video.
+        """Raise a DataError unless token ids have one token for each image and each video.
 
         Args:
             ids: token ids before they are expanded.
@@ -394,7 +399,7 @@ class VisionProcessor:
                 raise DataError(
                     where,
                     got=f"{count} {kind} tokens in the rendered chat, for {len(media)} {kind}s",
-                    expected="one for each",
+                    expected=f"one token for each {kind}",
                     fix=f"Use a chat template that renders {kind}s, and no text with the token itself.",
                 )
 
@@ -409,10 +414,10 @@ class VisionProcessor:
 
         Args:
             ids: token ids, with one token for each image and each video.
-            counts: number of embeddings of each image. One is taken per image token in `ids`, so
-                that several pieces of a prompt can share the iterator.
-            clips: the videos. One is taken per video token in `ids`.
-            encode: tokenizes times, for models that have them in the prompt.
+            counts: number of embeddings of each image. Each image token in `ids` takes the next
+                one, so several pieces of a prompt can share the iterator.
+            clips: the videos. Each video token in `ids` takes the next one.
+            encode: tokenizes times. Needed for models whose prompts write them.
 
         Returns:
             The expanded token ids, [P].
@@ -432,7 +437,7 @@ class VisionProcessor:
 
         Args:
             clip: the video.
-            encode: tokenizes times, for models that have them in the prompt.
+            encode: tokenizes times. Needed for models whose prompts write them.
 
         Returns:
             A token for each embedding. For models with `writes_times` also the tokens of the times
@@ -470,10 +475,10 @@ class VisionProcessor:
     ) -> tuple[torch.Tensor, int]:
         """Compute the position of each expanded token along time, height and width.
 
-        Tokens of text advance by one along all three axes. An embedding of an image or a video has
-        the position where the image or video begins, plus its coordinates in the grid; along time
-        these may be in units of seconds. The text after it continues from the largest of these
-        positions. This follows the models' own code and vLLM.
+        Tokens of text advance by one along all three axes. The position of an embedding of an image
+        or video is the position where the image or video begins, plus the embedding's coordinates
+        in the grid; along time these may be in units of seconds. The text after an image or video
+        continues after the largest of its positions. This follows the models' own code and vLLM.
 
         Args:
             ids: expanded tokens, [P].
@@ -482,22 +487,23 @@ class VisionProcessor:
             second_per_grid_ts: seconds from one patch to the next along time, [videos].
 
         Returns:
-            Positions [3, P] int64, and the offset from the place of a token after them to its
-            position.
+            Positions [3, P] int64; and the number that is added to the index of a later token of
+            text to get its position.
         """
         if video_grid_thw is not None:
+            # Called for its error, if the processor takes no videos.
             self.frame_rules("get_rope_index")
         image_grids = [] if image_grid_thw is None else image_grid_thw
-        # For each kind that `_media_kinds` returns, an iterator over the grids of that kind, each
-        # with the positions per patch along time.
+        # For each kind that `_media_kinds` returns (text, image, video), an iterator over the grids
+        # of this kind, each with the number of positions per patch along time.
         grids_by_kind = (
             iter(()),
             ((grid, 1.0) for grid in image_grids),
             self._grids_of_video_runs(video_grid_thw, second_per_grid_ts),
         )
         parts = []
-        end = 0  # place after the last image or video so far
-        position = 0  # position of a token at that place
+        end = 0  # index of the first token after the last image or video so far
+        position = 0  # position of this token
         for place, kind in enumerate(self._media_kinds(ids)):
             if place < end:
                 continue  # inside an image or video
@@ -506,7 +512,7 @@ class VisionProcessor:
                 continue  # text, or an image token without a grid
             grid, interval = grid_and_interval
             time, height, width = grid.tolist()
-            # The text between the previous image or video and this one.
+            # The text between the previous image or video and this one advances by one per token.
             num_text = place - end
             parts.append((torch.arange(num_text) + position).expand(3, -1))
             position += num_text
@@ -532,7 +538,8 @@ class VisionProcessor:
         is_image = tokens == self.image_token_id
         is_video = tokens == self.video_token_id
         if self.video_bounds is not None:
-            # Videos use the image token. Inside a video, one more video has begun than has ended.
+            # Videos use the image token, so a video is found by the tokens before and after it:
+            # inside, one more video has begun than has ended.
             first, last = self.video_bounds
             is_inside = np.cumsum(tokens == first) > np.cumsum(tokens == last)
             is_video = is_image & is_inside
@@ -541,7 +548,7 @@ class VisionProcessor:
     def _grids_of_video_runs(
         self, grids: torch.Tensor | None, seconds: torch.Tensor | None
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield the grid of each run of video tokens in the prompt.
+        """Yield the grid of each uninterrupted run of video tokens in the prompt.
 
         Args:
             grids: patches of each video along time, height and width, [videos, 3].
@@ -552,7 +559,8 @@ class VisionProcessor:
         """
         for number, grid in enumerate([] if grids is None else grids):
             if self.frames is not None and self.frames.writes_times:
-                # In the prompt, the patches of each time are a run of their own, like an image.
+                # The text of the times separates the patches of each time, which form a run like
+                # that of an image.
                 time = grid[0]
                 frame_grid = torch.stack((torch.ones_like(time), *grid[1:]))
                 for _ in range(int(time)):
@@ -573,7 +581,7 @@ def load_processor(
 ) -> VisionProcessor | None:
     """Load the processor of a vision-language model.
 
-    Unlike that of transformers, it does not need torchvision.
+    Unlike the processor of transformers, it does not need torchvision.
 
     Args:
         path: the model's folder or its name on the hub.
@@ -585,12 +593,12 @@ def load_processor(
         The processor. None: the model's type is not in `VISION_TYPES`.
 
     Raises:
-        DataError: Pillow or the processor's file is missing, or there are options for a text-only
-            model.
+        DataError: Pillow or the processor's file is missing; there are options for a text-only
+            model; or an option has no effect in this model.
     """
     model_type = ""
     if not Path(path).is_file():
-        # `AutoConfig` would run the code of a model that has some; the dictionary needs none.
+        # `AutoConfig` would run the code that comes with some models; the dictionary needs none.
         model_config, _ = PretrainedConfig.get_config_dict(path)
         model_type = model_config.get("model_type", "")
     options = dict(options or {})
@@ -607,7 +615,7 @@ def load_processor(
     where = f"image processor of {path}"
     require_pillow(where)
     settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    # All other options are for videos.
+    # The options for images. `FrameRules.of` gets all options.
     sizes = {name: value for name, value in options.items() if name.endswith("pixels")}
     try:
         image_processor = AutoImageProcessor.from_pretrained(
@@ -622,7 +630,8 @@ def load_processor(
         ) from error
     video_bounds = None
     if model_type == "glm4v":
-        # This processor limits the pixels of all frames of a patch together, under other names.
+        # GLM-4V's image processor names the limits otherwise, and counts an image once for each
+        # frame of a patch.
         edges = dict(image_processor.size)
         for option, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             if option in sizes:
@@ -662,7 +671,7 @@ def as_vision(processor: Any) -> VisionProcessor | None:
             got="no image processor",
             expected="a processor from quadriga.data.load_processor, or None",
         )
-    # Without `frames`, prompts with videos are refused: the rules for them are not known.
+    # The rules for videos are not known. Without `frames`, prompts with videos are refused.
     video_token_id = getattr(processor, "video_token_id", None)
     return VisionProcessor(image_processor, processor.image_token_id, video_token_id, where)
 
@@ -679,7 +688,7 @@ def read_media(
 
     Args:
         media: two lists, the images and the videos of the row; both empty without a processor.
-        processor: of the vision-language model.
+        processor: processor of the vision-language model. None: the model takes text only.
         config: the section `data`.
         folder: folder of the data file, where relative paths start.
         where: file and row, for errors.
@@ -688,7 +697,7 @@ def read_media(
         The images in RGB, and the videos with their frames.
 
     Raises:
-        DataError: an image or a video is wrong; it names its column and number.
+        DataError: an image or a video cannot be read. The error names its column and number.
     """
     images, videos = media
     pictures = [
@@ -709,8 +718,14 @@ def _list_with_places(
 ) -> list[tuple[Any, str]]:
     """List images or videos of a row, each with its place for errors.
 
-    They are numbered in the order of their places in the messages, because each may come from the
-    column or from a message.
+    The place names the column and the messages, because each image may come from either, and the
+    number in the order in which the messages show them.
+
+    Args:
+        media: the images or the videos.
+        kind: "image" or "video".
+        key: the configured column. None: there is no column, but messages may hold some.
+        where: file and row.
     """
     column = f"{where}, column {key!r} or a message"
     return [(medium, f"{column}, {kind} {number}") for number, medium in enumerate(media)]

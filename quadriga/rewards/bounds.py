@@ -3,8 +3,8 @@
 
 A short text may stand for a number that no memory holds (9^{9^{9^9}}), or take a parser minutes
 (((((...))))). So an upper bound of each number is computed as log10, through powers, factorials,
-binomials, sums and products. A letter counts as 1; in a text with a sum or product sign, where it
-may be an index, as the largest number of the text.
+binomials, sums and products. A letter counts as 1. In a text with a sum or product sign a letter
+may be an index, so it counts as the largest number of the text.
 """
 
 import math
@@ -16,11 +16,12 @@ MAX_NESTING = 12
 MAX_OPERATORS = 120
 MAX_BARS = 20
 MAX_DIGITS = 20_000.0
-# Bounds (log10 of numbers) are capped here, far beyond MAX_DIGITS. Exponents in 10**exponent are
-# capped at 18 for the same reason: the powers stay finite.
+# Bounds, which are log10 of numbers, are capped here, far beyond MAX_DIGITS, to stay finite.
+# Exponents in 10**exponent are capped at 18 for the same reason.
 _HUGE = 1e18
 
-# Commands for brackets, among them the ends of matrices; and commands that only size a bracket.
+# Commands for opening and closing brackets, among them those of matrices; commands that only set
+# the size of a bracket; and a pair of bars.
 _OPENING = re.compile(r"\\(?:begin\{[^{}]*\}|[lc]floor|lceil|lbrace|langle|\{)")
 _CLOSING = re.compile(r"\\(?:end\{[^{}]*\}|rfloor|rceil|rbrace|rangle|\})")
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?")
@@ -37,16 +38,19 @@ _OPERATORS = _SEPARATORS - {",", ";", "&"} | {"*", "/", "^", "\\cdot", "\\times"
 
 
 def why_ungradable(latex: str) -> str:
-    """Say why an expression must not be evaluated; "" if it is within all bounds.
+    """Say why an expression must not be evaluated.
 
     Args:
         latex: the expression.
+
+    Returns:
+        The reason; "" if the expression is within all bounds.
     """
     if len(latex) > MAX_CHARS:
         return f"it has more than {MAX_CHARS} characters"
     if latex.count("|") > MAX_BARS:
         return f"it has more than {MAX_BARS} bars"
-    # Replace all kinds of brackets, and pairs of bars, by parentheses.
+    # Replace brackets of all kinds, and pairs of bars, by parentheses.
     text = _IDENTITY.sub(r"\\eye", _SIZES.sub("", latex.replace("**", "^")))
     text = _CLOSING.sub(")", _OPENING.sub("(", text))
     tokens = _TOKEN.findall(_BETWEEN_BARS.sub(r"(\1)", text))
@@ -64,10 +68,12 @@ def why_ungradable(latex: str) -> str:
     if sum(token in _OPERATORS for token in tokens) > MAX_OPERATORS:
         return f"it has more than {MAX_OPERATORS} operators"
 
+    # The log10 of a number is its number of digits.
     magnitude = _Magnitude(tokens)
     num_digits = magnitude.of_sum()
     if "\\sum" in tokens or "\\prod" in tokens:
-        # An index may be as large as the largest number, and a product may have that many factors.
+        # An index may be as large as the largest number in the text, and a product may have as many
+        # factors. `largest` is a log10, too.
         largest = min(magnitude.largest, 18.0)
         num_digits = _Magnitude(tokens, letter=largest).of_sum()
         if "\\prod" in tokens:
@@ -79,11 +85,12 @@ class _Magnitude:
     """Recursive-descent reader of tokens that computes upper bounds of numbers, as log10.
 
     Args:
-        tokens: tokens of the expression; each method takes its tokens from the left.
+        tokens: tokens of the expression. Each method removes the tokens that it reads from the
+            left.
         letter: log10 of the largest number that a letter may stand for.
 
     Attributes:
-        largest: the largest bound so far.
+        largest: the largest bound (log10) of a number so far.
     """
 
     def __init__(self, tokens: list[str], letter: float = 0.0) -> None:
@@ -92,9 +99,12 @@ class _Magnitude:
         self.largest = 0.0
 
     def of_sum(self) -> float:
-        """Bound a sum, up to the next closing bracket or the end."""
+        """Bound the sum that ends at the next closing bracket or at the end of the text.
+
+        Separators such as "=" and "," count as plus signs.
+        """
         largest = 0.0  # bound of the largest term so far
-        product = 0.0  # bound of the current term
+        product = 0.0  # bound of the current term, a product of factors
         num_terms = 1
         while self._tokens:
             if self._tokens[0] in ")]}":
@@ -108,7 +118,7 @@ class _Magnitude:
             # In log10, a product is a sum of logarithms.
             product += self._of_factor()
             largest = max(largest, product)
-        # At most `num_terms` times the largest term.
+        # The sum is at most `num_terms` times the largest term.
         return min(largest + math.log10(num_terms), _HUGE)
 
     def _of_factor(self) -> float:
@@ -119,9 +129,10 @@ class _Magnitude:
             if mark == "!":
                 value = _factorial(value)
                 continue
-            # A negative exponent counts as a positive one.
+            # Skip the sign of an exponent: a negative one counts as a positive one.
             while self._tokens and self._tokens[0] in "+-":
                 self._tokens.popleft()
+            # An index, after "_", does not change the value.
             script = self._of_factor()
             if mark == "^":
                 value *= 10 ** min(script, 18.0)
@@ -141,8 +152,10 @@ class _Magnitude:
         if token == "\\eye":
             # An identity matrix of n rows has n**2 elements.
             return 10 ** min(2 * self._of_factor(), 18.0)
+        # A letter, or a sign such as "|", which counts as 1 (log10 is 0).
         if not token.startswith("\\"):
             return self._letter if token.isalpha() else 0.0
+        # A command: bound the product of its arguments.
         groups = []
         while self._tokens and self._tokens[0] in ("{", "["):
             self._tokens.popleft()
@@ -155,7 +168,11 @@ class _Magnitude:
 
 
 def _log10(number: str) -> float:
-    """Upper bound of |log10| of a decimal number, which may have too many digits for a float."""
+    """Upper bound of the absolute value of log10 of a decimal number.
+
+    Args:
+        number: the number, such as "1,000.5e7". It may have too many digits for a float.
+    """
     mantissa, _, exponent = number.lower().replace(",", "").partition("e")
     # `float` would be infinite for more than 308 digits. Then the number of digits is the bound.
     value = float(mantissa) if len(mantissa) < 300 else 0.0
@@ -164,5 +181,9 @@ def _log10(number: str) -> float:
 
 
 def _factorial(log10: float) -> float:
-    """Log10 of the factorial of a number, which is passed as its log10."""
+    """Log10 of the factorial of a number.
+
+    Args:
+        log10: log10 of the number.
+    """
     return math.lgamma(10 ** min(log10, 17.0) + 1) / math.log(10)

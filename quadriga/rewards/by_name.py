@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions that are called by the names of their arguments.
 
-A function grades one response, and returns a number or a dict, if its arguments have these names:
+A function whose arguments have these names grades one response, and returns a number or a dict:
 
     solution_str, ground_truth, data_source, extra_info     this package's names
     completion, prompt                                      TRL's names
@@ -26,10 +26,10 @@ OPTIONAL_ARGUMENTS = {
     "solution_with_special_tokens": "solutions_with_special_tokens",
     "solution_messages": "solutions_messages",
 }
-"""Arguments that are passed only to functions that name them -> their plurals."""
+"""Arguments that are passed only to functions that name them -> their names for a batch."""
 # Entry of `extra_info` with the columns of the row; present if a function reads one of them.
 ROW = "row"
-# Arguments that are known for every sample, and those made from columns of its row.
+# Arguments that every sample has, and arguments that are made from columns of the sample's row.
 SAMPLE_ARGUMENTS = (
     "solution_str",
     "response",
@@ -44,13 +44,14 @@ BATCH_NAMES = {
     name: OPTIONAL_ARGUMENTS.get(name, f"{name}s") for name in (*SAMPLE_ARGUMENTS, *ROW_ARGUMENTS)
 }
 PLURAL_NAMES = tuple(BATCH_NAMES.values())
-# Names that this package's own contract lacks: a function with one of them is called by its names.
+# A function with one of these names is called by the names of its arguments. All other names above
+# may also be those of an ordinary `compute_score` (`quadriga.rewards.scoring`).
 _SINGULAR = ("response", *ROW_ARGUMENTS)
 BY_NAME_ONLY = frozenset([*_SINGULAR, *(BATCH_NAMES[name] for name in _SINGULAR)])
 
 
 class NamedReward:
-    """A user's function, with its weight and the names of its arguments.
+    """A user's function that is called by the names of its arguments, with its weight.
 
     Attributes:
         function: the function.
@@ -71,7 +72,7 @@ class NamedReward:
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):
-            # Some callables written in C have no signature.
+            # Some callables written in C have no signature. They get the text of the response.
             parameters = [inspect.Parameter("text", inspect.Parameter.POSITIONAL_ONLY)]
 
         self.takes_all = False
@@ -90,19 +91,19 @@ class NamedReward:
         self.is_batch = not names.isdisjoint(PLURAL_NAMES)
         has_known_name = self.is_batch or not names.isdisjoint(BATCH_NAMES)
         self.is_positional = len(self.required) == 1 and not has_known_name
-        # All other arguments are columns of the row, or are made from them.
+        # All other arguments are columns of the row, or are made from columns.
         sample_names = {*SAMPLE_ARGUMENTS, *(BATCH_NAMES[name] for name in SAMPLE_ARGUMENTS)}
         has_other_name = self.takes_all or not names <= sample_names
         self.reads_row = has_other_name and not self.is_positional
 
     def check(self, columns: Iterable[str]) -> None:
-        """Check that each required argument has a value.
+        """Raise a ConfigError for a required argument that will get no value.
 
         Args:
             columns: names of the columns of the rows.
 
         Raises:
-            ConfigError: an argument has neither a known name nor that of a column.
+            ConfigError: an argument has neither a known name nor the name of a column.
         """
         if self.is_positional:
             return
@@ -122,7 +123,7 @@ class NamedReward:
         """Call the function for samples.
 
         Args:
-            samples: the result of `collect_arguments` for each sample.
+            samples: all arguments of each sample, by name (`collect_arguments`).
 
         Returns:
             What the function returned for each sample.
@@ -135,8 +136,8 @@ class NamedReward:
         if not self.is_batch:
             return [_wait_for_result(self.function(**self._select(sample))) for sample in samples]
 
-        # Turn one dict per sample into one dict of lists. Columns keep their names in a batch, and
-        # all other arguments can be named in the plural too.
+        # Turn one dict per sample into one dict of lists. Columns keep their names, and all other
+        # arguments can also be named in the plural.
         names = dict.fromkeys(name for sample in samples for name in sample)
         lists = {name: [sample.get(name) for sample in samples] for name in names}
         for name, batch_name in BATCH_NAMES.items():
@@ -149,16 +150,17 @@ class NamedReward:
         return returned
 
     def _select(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Leave out the arguments that the function does not take."""
+        """Select the arguments that the function takes."""
         if self.takes_all:
             return arguments
         return {name: arguments[name] for name in self.names if name in arguments}
 
 
 class ItemReward:
-    """Score function of a run that calls one or several functions of the user.
+    """Score function of a run that calls one or several functions of the user for each sample.
 
-    The score is the weighted sum of their scores, each of which is logged under its name.
+    The score is the weighted sum of the functions' scores. Each of these is logged under the name
+    of its function. A single function of weight 1 keeps whatever else it returns.
 
     Args:
         parts: the functions.
@@ -198,10 +200,11 @@ class ItemReward:
         of them return None, the sample has no score.
 
         Args:
-            samples: the result of `collect_arguments` for each sample.
+            samples: all arguments of each sample, by name (`collect_arguments`).
 
         Returns:
-            For each sample a number or a dict with "score".
+            For each sample a number or a dict with "score". The score None means that the sample
+            has no score on purpose.
         """
         results = [part(samples) for part in self.parts]
         scores = results[0]
@@ -211,7 +214,7 @@ class ItemReward:
         return [{"score": None} if score is None else score for score in scores]
 
     def _combine(self, values: Sequence[Any]) -> dict[str, float] | None:
-        """Combine what each function returned for one sample; None if all of them returned None."""
+        """Combine what each function returned for one sample; None if no function gave a score."""
         components = {}
         weights = {}
         for part, value in zip(self.parts, values, strict=True):
@@ -260,15 +263,17 @@ def collect_arguments(
         data_source: name of the data set.
         solution_str: the response, decoded without special tokens.
         ground_truth: the right answer.
-        extra_info: further facts of the row; its entry `ROW` holds the columns of the row.
+        extra_info: further facts of the row. The entry `ROW` holds the columns of the row.
         solution_with_special_tokens: the response with special tokens. None: `solution_str`.
         solution_messages: messages after the prompt. None: one message with the response.
 
     Returns:
-        All arguments by name, including the columns of the row.
+        All arguments by name, including the columns of the row. A column that has the name of
+        another argument is left out.
     """
     messages = solution_messages or [{"role": "assistant", "content": solution_str}]
     extra_info = dict(extra_info or {})
+    # The function sees `extra_info` as it is in the data, without the entry that was added.
     row = dict(extra_info.pop(ROW, None) or {})
     prompt = row.get("prompt")
     return row | {
@@ -307,7 +312,7 @@ def reward_of(functions: Any) -> ItemReward:
             raise ConfigError(
                 f"reward {number}", got=repr(entry), expected="a function, or (function, weight)"
             )
-        # Scores are logged by name, so names must differ from each other.
+        # Scores are logged by name, so names must differ from each other. A lambda has none.
         name = getattr(function, "__name__", type(function).__name__)
         taken_names = [part.name for part in parts]
         if len(entries) > 1 or weight != 1:
@@ -323,5 +328,5 @@ def reward_of(functions: Any) -> ItemReward:
 
 
 def _wait_for_result(returned: Any) -> Any:
-    """Wait for the result of an `async def` function. Any other result is returned as it is."""
+    """Run the coroutine that an `async def` function returned. Return anything else as it is."""
     return run_coroutine(returned) if inspect.iscoroutine(returned) else returned

@@ -9,7 +9,7 @@ def weighted(components: Mapping[str, float], weights: Mapping[str, float]) -> d
 
     A reward manager logs each number that a score function returns beside the score as
     reward/extra/NAME, and stores it with the sample. So each component can be followed on its own,
-    and `gdpo` can normalise each of them separately.
+    and the advantage estimator `gdpo` can normalise each component separately.
 
     Args:
         components: value of each component, by name.

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-GRACE_S = 1.0
+GRACE_S = 1.0  # CPU time between the limit and the end of a process
 MEMORY_BYTES = 400 << 20  # in addition to what the process uses when the limit begins
 _TICK_S = 0.05  # CPU time between two checks
 
@@ -28,25 +28,29 @@ may_end_process = False
 class CPULimitError(BaseException):
     """A computation took too much CPU time.
 
-    Not an `Exception`, because libraries catch those and go on.
+    Not an `Exception`, because libraries catch exceptions and go on.
     """
 
 
 @contextmanager
 def cpu_limit(limit_s: float) -> Iterator[None]:
-    """Raise CPULimitError when the body takes more than `limit_s` seconds of CPU time.
+    """Context manager: raise CPULimitError when the body takes more CPU time than `limit_s`.
 
-    There is no limit in threads other than the main one, because only that one receives signals.
+    Only the main thread has a limit, because only the main thread receives signals.
 
     Args:
         limit_s: CPU time of the calling thread in seconds.
+
+    Raises:
+        CPULimitError: the limit is exceeded.
+        MemoryError: the body takes more than `MEMORY_BYTES`, in a grading process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     end = time.thread_time() + limit_s
 
-    # Called at each tick, so the error is raised again if somebody has caught it.
+    # Called at each tick, so the error is raised again if a library has caught it.
     def check(number: int, frame: FrameType | None) -> None:
         if time.thread_time() >= end:
             raise CPULimitError(f"it took more than {limit_s:g} s of CPU time")
@@ -55,6 +59,7 @@ def cpu_limit(limit_s: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_VIRTUAL, _TICK_S, _TICK_S)
     previous_memory = resource.getrlimit(resource.RLIMIT_DATA)
     if may_end_process:
+        # No handler: SIGPROF ends the process if a single instruction takes too long.
         signal.setitimer(signal.ITIMER_PROF, limit_s + GRACE_S)
         # The sixth field of statm has the pages of data and stack, which RLIMIT_DATA limits.
         num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])

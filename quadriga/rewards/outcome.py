@@ -2,8 +2,8 @@
 """The outcome of grading one sample: a score and further entries, or why it has no score.
 
 A grading process turns whatever a score function returned into an `Outcome` of plain Python values.
-So no object of a user's class has to be pickled, and a string, None or NaN is an error with a
-reason instead of a score.
+So no object of a user's class has to be pickled, and a string, None or NaN becomes an error with a
+reason.
 """
 
 import math
@@ -25,7 +25,8 @@ Kind = Literal[
 ]
 
 UNSCORED = "unscored"
-"""Entry of `RewardOutput.extra`: whether a sample has no score on purpose."""
+"""Kind of the outcome of a sample that has no score on purpose. An entry of `RewardOutput.extra` of
+this name says for each sample whether its outcome is of this kind."""
 
 UNGRADABLE = "ungradable"
 """Entry of `Outcome.extra`: why a built-in grader could not evaluate a response.
@@ -39,7 +40,7 @@ class Outcome(NamedTuple):
     Attributes:
         score: the score; 0 unless `kind` is "graded".
         extra: what the score function returned beside the score.
-        error: why the sample has no grade; empty if `kind` is "graded" or "unscored".
+        error: why the sample has no grade; "" if `kind` is "graded" or "unscored".
         kind: how grading ended. An unscored sample is left out of baselines and of the loss.
     """
 
@@ -64,7 +65,7 @@ def failure(kind: Kind, error: str) -> Outcome:
 
 def error_outcome(error: BaseException) -> Outcome:
     """Make the outcome of a sample whose grader raised an error, with the grader's traceback."""
-    # Without the outermost frame, which is the one that called the grader.
+    # Leave out the outermost frame, which is the caller's, so that the traceback shows the grader.
     grader_frames = error.__traceback__.tb_next if error.__traceback__ else None
     kind: Kind = "timeout" if isinstance(error, TimeoutError) else "raised"
     return failure(kind, traceback_text(error, grader_frames))
@@ -74,15 +75,15 @@ def read_outcome(returned: Any) -> Outcome:
     """Read the result of a score function.
 
     Args:
-        returned: a number, or a dict with the number as "score". A dict whose "score" is None
-            leaves the sample unscored.
+        returned: a number, or a dict with the number as "score" and further entries. A dict whose
+            "score" is None leaves the sample unscored.
 
     Returns:
-        The outcome, which is "invalid" if the result is anything else.
+        The outcome. It is "invalid" if `returned` is anything else, or the number is not finite.
     """
     value = returned
     extra = {}
-    subject = "the score function returned"
+    subject = "the score function returned"  # beginning of an error
     if isinstance(returned, Mapping):
         if "score" not in returned:
             keys = ", ".join(map(str, returned)) or "no keys"
@@ -94,7 +95,7 @@ def read_outcome(returned: Any) -> Outcome:
     if value is None and isinstance(returned, Mapping):
         return Outcome(0.0, extra, "", "unscored")
     number = value
-    # An array or tensor of one element.
+    # An array or tensor of one element counts as a number.
     if hasattr(value, "item") and math.prod(value.shape) == 1:
         number = value.item()
     if not isinstance(number, Real):
@@ -116,7 +117,7 @@ def read_outcomes(returned: Any, num_samples: int) -> list[Outcome]:
         num_samples: number of samples that the function was called with.
 
     Returns:
-        One outcome per sample; all are "invalid" if the result has another type or length.
+        One outcome per sample. All are "invalid" if `returned` is no sequence of this length.
     """
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
@@ -132,7 +133,7 @@ def read_outcomes(returned: Any, num_samples: int) -> list[Outcome]:
 
 
 def _describe(value: Any) -> str:
-    """Describe a value for a message: its type and the beginning of its representation."""
+    """Describe a value for a message: by its type, and the beginning of its `repr`."""
     if value is None:
         return "None"
     text = repr(value)

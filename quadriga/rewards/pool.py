@@ -7,13 +7,14 @@
 
     GradingRound.result   waits for the end of the round; unblocked by the last outcome, by too
                           many failures, or by `cancel`
-    a thread              waits for the next outcome; unblocked by it, by the end of the process's
-                          pipe, or by the time limit of a sample
+    a thread              waits for the next outcome; unblocked by the outcome, by the end of the
+                          process's pipe, or by the time limit of a sample
 
-A process grades the oldest of its samples without an outcome, whose time began with the previous
-outcome. So if a process hangs, dies or is killed, only that sample fails; the later ones go back to
-the queue. If a process awaits many samples concurrently, it is not known which one is to blame: all
-of them are graded again, in smaller and smaller groups, in the end each alone.
+A process grades its samples in turn, so it works on the oldest one without an outcome, whose time
+began with the previous outcome. If a process hangs, dies or is killed, only this sample fails; the
+later ones go back to the queue. If a process awaits many samples concurrently, it is not known
+which one is to blame: all of them are graded again, in smaller and smaller groups, in the end each
+alone.
 """
 
 import math
@@ -56,10 +57,10 @@ class GradingRound:
 
     Attributes:
         graded_at: when each sample was graded, in seconds since 1970; NaN if it was not.
-        done: resolved when the round ends.
-        lock: guards the whole state.
+        done: resolved when the round ends. It has an exception if the round ends with an error.
+        lock: guards the state of the round. One thread may acquire it several times.
         processes: the processes that have samples of the round.
-        timeout_s: as passed.
+        timeout_s: the argument.
     """
 
     def __init__(
@@ -80,11 +81,13 @@ class GradingRound:
             self.end()
 
     def record(self, key: int, outcome: Outcome) -> None:
-        """Record the outcome of a sample. End the round if it is the last one, or too many failed.
+        """Record the outcome of a sample. End the round if it was the last, or if too many failed.
+
+        Nothing is recorded after the end of the round.
 
         Args:
             key: position of the sample in the round.
-            outcome: its outcome.
+            outcome: outcome of the sample.
         """
         with self.lock:
             if self.done.done():
@@ -99,7 +102,7 @@ class GradingRound:
                 self.end()
 
     def remove_process(self, process: GradingProcess) -> None:
-        """Note that a process has no samples of the round any more."""
+        """Forget a process that has no samples of the round any more."""
         with self.lock:
             self.processes.discard(process)
 
@@ -107,7 +110,7 @@ class GradingRound:
         """End the round, and kill the processes that have its samples.
 
         Args:
-            error: raised by `result`. None: the remaining samples are "skipped".
+            error: the error that `result` raises. None: the remaining samples are "skipped".
         """
         with self.lock:
             if self.done.done():
@@ -122,6 +125,7 @@ class GradingRound:
     def cancel(self) -> None:
         """End the round with an error, and wait until its processes have ended."""
         self.end(RewardError("grading", got="cancel()", expected="samples to be graded first"))
+        # A thread of the pool removes each process once it has ended.
         while self.processes:
             time.sleep(0.001)
 
@@ -132,13 +136,13 @@ class GradingRound:
             The outcome of each sample, in order. Samples that were not graded are "skipped".
 
         Raises:
-            QuadrigaError: the score function cannot be loaded, or the pool was closed or the round
-                cancelled.
+            QuadrigaError: the score function cannot be loaded, the pool was closed, or the round
+                was cancelled.
         """
         try:
             self.done.result()
         except BaseException:
-            # Also after Ctrl-C in this thread: nobody will read the other outcomes.
+            # Also after Ctrl-C in this thread: nobody will read the outcomes any more.
             self.cancel()
             raise
         skipped = failure(
@@ -148,6 +152,7 @@ class GradingRound:
 
     def progress(self) -> str:
         """Describe the state of the round, for the report of a long wait."""
+        # For each process at work, the time since it began its current sample.
         busy_s: list[float] = []
         with self.lock:
             if not self.done.done():
@@ -165,12 +170,14 @@ class _GradingCall(NamedTuple):
     """A call of the score function, for one sample or for a whole batch.
 
     Attributes:
-        round: the round that its samples belong to.
-        keys: positions of its samples in the round.
+        round: the round of the samples.
+        keys: positions of the samples in the round.
         arguments: arguments of the call.
-        max_concurrent: most calls, with this one, that its process may await at the same time.
-        sent_at: when it was sent to a process, by `time.monotonic`.
-        ungradable: why an empty response is graded in place of the sample's; "" if it is not.
+        max_concurrent: most calls, including this one, that a process with this call may await at
+            the same time. It is lowered when such a process has died.
+        sent_at: when the call was sent to a process, by `time.monotonic`; 0 before that.
+        ungradable: why the response could not be graded, and an empty response is graded in its
+            place; "" for the response itself.
     """
 
     round: GradingRound
@@ -184,7 +191,7 @@ class _GradingCall(NamedTuple):
         """Record the outcomes of the samples.
 
         Args:
-            outcome: one outcome for each sample, or one that applies to all of them.
+            outcome: one outcome for each sample, or a single one that applies to all samples.
         """
         outcomes = outcome if isinstance(outcome, list) else [outcome] * len(self.keys)
         for key, sample_outcome in zip(self.keys, outcomes, strict=True):
@@ -215,7 +222,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._printer = OutputPrinter()
         self._idle: list[GradingProcess] = []
         self._numbers = count()
-        # Moving average of the seconds of one call, to choose the size of chunks.
+        # Moving average of the seconds that a call takes, to choose the size of chunks.
         self._call_s = CHUNK_S
         self._is_closed = False
         self.accepted = frozenset[str]()
@@ -223,7 +230,11 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._finalizer = weakref.finalize(self, _stop_all, self._processes, os.getpid())
 
     def start(self) -> None:
-        """Start one process now, so that an error in loading the score function is raised early."""
+        """Start one process now, so that an error in loading the score function is raised early.
+
+        Raises:
+            QuadrigaError: the score function cannot be loaded.
+        """
         process = self._take_process()
         self.accepted = process.accepted
         self._idle.append(process)
@@ -249,7 +260,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             raise RewardError(
                 "grading pool", got="a sample", expected="none, since the pool is closed"
             )
-        # One call for all samples, or one for each.
+        # A function of batches gets one call for all samples, other functions one for each sample.
         if self._function.is_batch and rows:
             round_ = GradingRound(len(rows), max_failures, timeout_s * len(rows))
             calls = [
@@ -260,7 +271,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             calls = [_GradingCall(round_, (key,), row) for key, row in enumerate(rows)]
         with self._lock:
             self._queue.extend(calls)
-        # Threads that find the queue empty end at once.
+        # There may be more threads than needed: one that finds the queue empty ends at once.
         for _ in calls[: self._num_workers]:
             self._threads.submit(self._drive_processes)
         return round_
@@ -284,7 +295,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         return self.begin(rows, timeout_s=timeout_s, max_failures=max_failures).result()
 
     def close(self) -> None:
-        """Kill all processes; rounds under way in other threads raise RewardError."""
+        """Kill all processes. Rounds that have not ended raise a RewardError in `result`."""
         with self._lock:
             self._is_closed = True
         for process in list(self._processes):
@@ -301,7 +312,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self.close()
 
     def _drive_processes(self) -> None:
-        """Make a process grade calls of the queue until it is empty; runs in a thread.
+        """Make a process grade calls until the queue is empty; runs in a thread of the pool.
 
         A process that has ended is replaced by another one.
         """
@@ -324,15 +335,19 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             self._idle.append(process)
 
     def _has_calls(self) -> bool:
-        """Drop calls of rounds that have ended; return whether there is a call to make."""
+        """Whether there is a call to make. Calls of rounds that have ended are dropped."""
         with self._lock:
             while self._queue and self._queue[0].round.done.done():
                 self._queue.popleft()
             return bool(self._queue) and not self._is_closed
 
     def _grade_calls(self, process: GradingProcess) -> None:
-        """Make a process grade calls of any rounds, until the queue is empty or the process ends."""
-        # Calls that were sent and have no outcome, by number, oldest first.
+        """Make a process grade calls of any rounds, until the queue is empty or the process ends.
+
+        Args:
+            process: the process, which has no calls.
+        """
+        # Calls that were sent and have no outcome yet, by number, oldest first.
         under_way: dict[int, _GradingCall] = {}
         # Outcome of the call that ended the process, if one did.
         fatal: Outcome | None = None
@@ -342,10 +357,11 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                 timeout_s = oldest.round.timeout_s
                 message = process.receive(timeout_s)
                 if isinstance(message, Outcome):
-                    # The process has ended. "skipped": no call is to blame.
+                    # The process has ended. The kind "skipped" means that no call is to blame.
                     if message.kind != "skipped":
                         fatal = message
                     break
+                # None: a coroutine function has no outcome yet.
                 if message is not None:
                     number, outcome = message
                     call = under_way.pop(number)
@@ -355,8 +371,9 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                     call_s = max(time.monotonic() - process.begun_at, 1e-6)
                     self._call_s += 0.1 * (call_s - self._call_s)
                     continue
-                # The process applies the time limits of a coroutine function itself. If an outcome
-                # is late all the same, the function never yields to the event loop.
+                # For a coroutine function, the process itself applies the time limits. If an
+                # outcome is late all the same, the function does not yield to the process's event
+                # loop.
                 begun_at = max(process.begun_at, oldest.sent_at)
                 if time.monotonic() > begun_at + timeout_s + _BLOCKED_S:
                     process.stop()
@@ -370,11 +387,14 @@ class GradingPool(AbstractContextManager["GradingPool"]):
     def _requeue_calls(
         self, process: GradingProcess, under_way: dict[int, _GradingCall], fatal: Outcome | None
     ) -> None:
-        """Put calls without an outcome back in the queue, except the one that ended the process.
+        """Put calls without an outcome back in the queue, except one that has ended the process.
+
+        The outcome of the latter, `fatal`, is recorded. But a response that a built-in grader could
+        not grade within the CPU limit is graded once more, as an empty response.
 
         Args:
             process: the process, which may have ended.
-            under_way: its calls without an outcome, by number, oldest first.
+            under_way: calls of the process without an outcome, by number, oldest first.
             fatal: outcome of the call that ended the process. None: no call has ended it.
         """
         if process.is_ended:
@@ -383,8 +403,8 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         max_concurrent = MAX_CHUNK
         if fatal is not None:
             if process.is_async and len(calls) != 1:
-                # Any of the concurrent calls may be the fatal one. They are repeated in smaller and
-                # smaller groups, until the fatal one is alone.
+                # Any of the concurrent calls may be the fatal one. All are repeated in smaller and
+                # smaller groups, until the fatal one is alone in a process.
                 max_concurrent = max(1, len(calls) // 8)
             elif fatal.kind == "ungradable" and not calls[0].ungradable:
                 # Grade an empty response instead: it gets the score of a wrong response, which
@@ -394,6 +414,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             else:
                 # Calls run one after the other, so the oldest one is the fatal one.
                 calls.pop(0).record(fatal)
+        # Put back in front, and in the same order.
         with self._lock:
             for call in reversed(calls):
                 limit = min(call.max_concurrent, max_concurrent)
@@ -406,21 +427,22 @@ class GradingPool(AbstractContextManager["GradingPool"]):
 
         Args:
             process: the process.
-            under_way: its calls without an outcome; the new ones are added.
+            under_way: calls of the process without an outcome, by number. The new ones are added.
 
         Returns:
-            Number of calls under way.
+            Number of calls under way. At 0 there is nothing left to do for the process.
         """
         new_calls: dict[int, _GradingCall] = {}
         chunk = []
         with self._lock:
             for _ in range(self._num_to_send(process, len(under_way))):
+                # With the next call, the process must not have more calls than any of them allows.
                 calls = [*under_way.values(), *new_calls.values(), self._queue[0]]
                 if len(calls) > min(call.max_concurrent for call in calls):
                     break
                 call = self._queue.popleft()
-                # `GradingRound.end` kills the processes of the round. Under the round's lock, either
-                # it finds this process among them, or the call is dropped here.
+                # `GradingRound.end` kills the processes of the round. Because of the round's lock,
+                # either `end` finds this process there, or the call is dropped here.
                 with call.round.lock:
                     if not call.round.done.done():
                         call.round.processes.add(process)
@@ -434,21 +456,34 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         return len(under_way)
 
     def _num_to_send(self, process: GradingProcess, num_under_way: int) -> int:
-        """Number of calls that a process should get next. The caller holds the lock."""
+        """Number of calls that a process should get next; 0 if the queue is empty.
+
+        The caller holds the lock.
+
+        Args:
+            process: the process.
+            num_under_way: number of its calls without an outcome.
+        """
         share = len(self._queue) / self._num_workers
+        # All of a process's share is awaited concurrently.
         if process.is_async:
             return math.ceil(share)
+        # A process that grades in turn gets its next calls when it has none.
         if num_under_way:
             return 0
-        # Enough calls that sending them costs little, but at most half a share, so that all
-        # processes finish at about the same time.
+        # As many calls as take about `CHUNK_S`, so that sending them costs little in comparison. At
+        # most half a share, so that all processes finish at about the same time.
         num_quick = int(CHUNK_S / self._call_s)
         num_calls = max(1, min(math.ceil(share / 2), num_quick))
-        # The queue may be empty.
+        # 0 if the queue is empty.
         return min(math.ceil(share), num_calls)
 
     def _take_process(self) -> GradingProcess:
-        """Take an idle process, or start one and wait until it has loaded the score function."""
+        """Take an idle process, or start one and wait until it has loaded the score function.
+
+        Raises:
+            QuadrigaError: the score function cannot be loaded.
+        """
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -471,7 +506,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._processes.discard(process)
 
     def _end_rounds(self, error: Exception) -> None:
-        """Empty the queue and end its rounds with an error."""
+        """Empty the queue, and end the rounds of the calls in it with an error."""
         with self._lock:
             rounds = {call.round for call in self._queue}
             self._queue.clear()
@@ -480,8 +515,13 @@ class GradingPool(AbstractContextManager["GradingPool"]):
 
 
 def _stop_all(processes: set[GradingProcess], owner_pid: int) -> None:
-    """Stop the processes of a pool that is freed without being closed."""
-    # A forked child of the driver has a copy of the pool, but must not end its processes.
+    """Stop the processes of a pool that is freed without being closed.
+
+    Args:
+        processes: the processes.
+        owner_pid: id of the process that made the pool.
+    """
+    # A forked child of the driver has a copy of the pool, but must not end the driver's processes.
     if os.getpid() == owner_pid:
         for process in list(processes):
             process.stop()

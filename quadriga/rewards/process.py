@@ -9,13 +9,13 @@ torch unless the user's score function does.
       | <------------------ READY ----- |  or UNUSABLE with the error
       | -- [(number, timeout_s, arguments), ...] -> |
       | <------------------ BEGUN ----- |  it has received them
-      | <---------------- LOADING ----- |  only before it imports a grader's library; READY follows
+      | <---------------- LOADING ----- |  only before it imports a grader's library; then READY again
       | <- GRADED, (number, outcome) -- |  for each sample, sent before the next one is begun
       | -- [...] ---------------------> |  the next samples, once all are graded
 
-If the score function is a coroutine function (READY says so), many samples are awaited
-concurrently, each with its own time limit. Then outcomes come in any order, and the driver may send
-further samples at any time.
+If the score function is a coroutine function, which the content of READY says, many samples are
+awaited concurrently, each with its own time limit. Then outcomes come in any order, and the driver
+may send further samples at any time.
 
 The process ends when the driver does. Between samples it notices the end of the pipe; during a
 sample its supervisor ends it (`quadriga.descendants`), with everything that score functions have
@@ -58,7 +58,8 @@ SAMPLE_BYTES = 4096
 MINUTE_BYTES = 65536
 """Most bytes of output that are shown in a minute, for all processes of a pool together."""
 
-# How a process ends if a single operation exceeds the CPU limit (see `cpu_limit`).
+# How a process ends if a single operation exceeds the CPU limit, as `SupervisedProgram.close` says
+# it (see `cpu_limit`).
 OVER_CPU_LIMIT = f"signal {signal.SIGPROF.name}"
 DIED_MESSAGE = "the grading process ended with {} while it graded this sample"
 LATE_MESSAGE = "no score within {:g} s (reward_model.timeout_s)"
@@ -82,7 +83,7 @@ Send = Callable[[int, Outcome | list[Outcome]], None]
 class OutputPrinter:
     """Prints the output of score functions to the driver's standard output, up to the limits.
 
-    The processes of a pool share one object. Bytes beyond the limits are counted.
+    All processes of a pool share one printer. Bytes beyond the limits are counted.
 
     Args:
         source: name of the code that prints, for the notice of omitted bytes.
@@ -96,14 +97,14 @@ class OutputPrinter:
         self._num_omitted_bytes = 0
 
     def show(self, data: bytes, limit: int) -> int:
-        """Print the beginning of some output.
+        """Print output up to the limits.
 
         Args:
             data: the output.
-            limit: most bytes of it that may be shown.
+            limit: most bytes that may be shown; `MINUTE_BYTES` may allow fewer.
 
         Returns:
-            Number of bytes that count towards the limits, even if they could not be written.
+            Number of bytes that count as shown, even if the standard output did not take them.
         """
         with self._lock:
             if time.monotonic() > self._minute_begun_at + 60:
@@ -118,7 +119,7 @@ class OutputPrinter:
         return len(shown)
 
     def close(self) -> None:
-        """Print how many bytes were not shown, if any, and begin to count anew."""
+        """Print how many bytes were omitted, if any, and begin to count anew."""
         if self._num_omitted_bytes:
             print(
                 f"\n{self._source} printed {self._num_omitted_bytes:,} more bytes; "
@@ -132,11 +133,11 @@ class OutputPipe:
     """The read end of the pipe to which a grading process prints.
 
     Args:
-        fd: its descriptor.
+        fd: descriptor of the read end.
         printer: shows the output.
 
     Attributes:
-        fd: as passed.
+        fd: the argument.
         num_bytes_left: number of further bytes that may be shown for the current sample.
     """
 
@@ -153,7 +154,7 @@ class OutputPipe:
             Whether the pipe has ended.
         """
         try:
-            # Only one read: a process might print faster than this loop could read.
+            # A single read: a process may print faster than a loop could read.
             data = os.read(self.fd, 1 << 20)
         except BlockingIOError:
             return False
@@ -171,8 +172,10 @@ class GradingProcess:
         printer: shows what the process prints.
 
     Attributes:
-        accepted: names of the arguments that each call passes; known once the process is ready.
+        accepted: names of the arguments that each call passes (`ScoreFunction.accepted_names`);
+            known once the process is ready.
         is_ready: whether the process has loaded the score function and is not importing a library.
+            The time limit of a sample applies only then.
         is_ended: whether the process was killed or has ended.
         is_async: whether the score function is a coroutine function.
         begun_at: when the current sample was begun, by `time.monotonic`; with a coroutine function,
@@ -197,16 +200,16 @@ class GradingProcess:
         self.is_ended = False
         self.is_async = False
         self._has_graded = False
-        # Whether the process may have ended before it got the samples that were sent last. Then no
-        # sample is to blame for its end.
+        # Whether the process may have ended, while it was idle, before it got the samples that were
+        # sent last. Then no sample is to blame for the end.
         self._may_be_gone = False
         self.begun_at = time.monotonic()
         self.send(function)
 
     @property
     def is_idle(self) -> bool:
-        """Whether the process waits for samples."""
-        # The end of its pipe would be readable too.
+        """Whether the process waits for samples. False if it has ended."""
+        # An idle process sends nothing. The end of the pipe of an ended one counts as readable.
         return not self._connection.poll()
 
     def send(
@@ -229,13 +232,13 @@ class GradingProcess:
         try:
             self._connection.send(message)
         except BlockingIOError:
-            # The process is frozen. No sample is to blame, so other processes grade these.
+            # The process is frozen. No sample is to blame, so other processes grade these samples.
             self.kill()
         except (BrokenPipeError, ConnectionResetError):
             logger.debug("a grading process ended before it had its samples")
 
     def receive(self, timeout_s: float, last: str = GRADED) -> Any:
-        """Wait for the next outcome, or until the score function is loaded.
+        """Wait for the next outcome, or until the process has loaded the score function.
 
         Args:
             timeout_s: limit for one sample. Loading has its own limit, `LOADING_LIMIT_S`.
@@ -243,9 +246,9 @@ class GradingProcess:
 
         Returns:
             The content of the message: `(number, outcome)` for GRADED, `(is_async, accepted)` for
-            READY. An `Outcome` if the process was too late or has ended. The process is stopped
-            then, and the kind is "skipped" if no sample is to blame. None if a coroutine function
-            has no outcome yet.
+            READY. An `Outcome` if the process was too late or has ended, and has been stopped: the
+            outcome of the sample that is to blame, or of the kind "skipped" if none is. None if a
+            coroutine function has no outcome yet.
 
         Raises:
             QuadrigaError: the score function or a grader's library cannot be loaded.
@@ -255,6 +258,7 @@ class GradingProcess:
             self._wait_until = time.monotonic() + _OFFER_INTERVAL_S
         else:
             self._begin_wait(timeout_s)
+        # `_wait` returns an empty list when the time is up.
         while ready_fds := self._wait():
             if self._connection.fileno() not in ready_fds:
                 continue  # something was printed, and `_wait` has shown it
@@ -263,7 +267,7 @@ class GradingProcess:
             except (EOFError, OSError):
                 return self._outcome_of_end()
             if kind == UNUSABLE:
-                raise value
+                raise value  # the error that was raised there
             if kind == BEGUN:
                 # The samples have arrived: from here on, one of them is to blame for an end.
                 self._may_be_gone = False
@@ -271,13 +275,14 @@ class GradingProcess:
 
             self._has_graded |= kind == GRADED
             self.is_ready = kind != LOADING
+            # After LOADING, READY comes without a value.
             if kind == READY and value is not None:
                 self.is_async, self.accepted = value
             if self.is_async:
                 self._begin_sample()
             if kind == last:
                 return value
-            # The process has begun or ended loading, so another limit applies.
+            # The process has begun or finished loading, so another time limit applies.
             self._begin_wait(timeout_s)
 
         # The time is up.
@@ -301,7 +306,9 @@ class GradingProcess:
         Raises:
             RewardError: the process ended before it had loaded the score function.
         """
+        # `kill` was called, in another thread or when the process was frozen.
         was_killed = self.is_ended
+        # How the process ended, such as "signal SIGKILL".
         end = self.stop(is_ending=True)
         if self._is_built_in and end == OVER_CPU_LIMIT:
             return failure("ungradable", "a single operation went beyond the limit of CPU time")
@@ -322,7 +329,7 @@ class GradingProcess:
         self._output.num_bytes_left = SAMPLE_BYTES
 
     def _begin_wait(self, timeout_s: float) -> None:
-        """Set the time until which `_wait` waits, for a sample or for loading."""
+        """Restart the clock, and set the end of the wait: the limit of a sample, or of loading."""
         self._begin_sample()
         self._wait_until = self.begun_at + (timeout_s if self.is_ready else LOADING_LIMIT_S)
 
@@ -330,13 +337,14 @@ class GradingProcess:
         """Wait until there is something to read, and show what was printed.
 
         Returns:
-            The descriptors that are ready; empty if the time is up.
+            The descriptors that can be read; empty if the time is up.
         """
         remaining_s = self._wait_until - time.monotonic()
         if remaining_s <= 0:
             return []
         ready_fds = [fd for fd, _ in self._messages.poll(1000 * remaining_s)]
-        # Shown before the message is read, so that output counts for the sample that printed it.
+        # Show output before the caller reads a message, so that it counts for the sample that
+        # printed it.
         if self._output.fd in ready_fds:
             self._show_output()
         return ready_fds
@@ -344,7 +352,7 @@ class GradingProcess:
     def _show_output(self) -> None:
         """Show what was printed. At the end of the pipe, which is always ready, stop polling it."""
         if self._output.pass_on():
-            # `stop` may find the end a second time.
+            # KeyError: the end was found before, and `stop` finds it a second time.
             with suppress(KeyError):
                 self._messages.unregister(self._output.fd)
 
@@ -360,7 +368,7 @@ class GradingProcess:
         """Kill the process, and close the driver's descriptors. May be called again.
 
         Args:
-            is_ending: whether the process seems to be ending by itself, for which it gets 1 s.
+            is_ending: whether the process seems to be ending by itself. It then gets 1 s to do so.
 
         Returns:
             How the process ended, as in "exit status 1" or "signal SIGKILL".
@@ -369,6 +377,7 @@ class GradingProcess:
         self.is_ended = True
         end = self._program.close(patience_s=1.0 if is_ending else 0.0)
         if not was_closed:
+            # Show what was printed last, such as a traceback.
             self._output.num_bytes_left = SAMPLE_BYTES
             self._show_output()
             os.close(self._output.fd)
@@ -376,7 +385,11 @@ class GradingProcess:
 
 
 def main(connection_fd: int) -> None:
-    """Grade the driver's samples until it closes the pipe."""
+    """Grade the driver's samples until the driver closes the pipe.
+
+    Args:
+        connection_fd: file descriptor of this process's end of the pipe.
+    """
     connection = Connection(connection_fd)
     cpu_limit.may_end_process = True
     # These errors mean that the driver has closed the pipe.
@@ -407,7 +420,7 @@ def _serve(connection: Connection) -> None:
         else:
             _grade_in_turn(connection, function, compute_score, accepted, send)
     except QuadrigaError as error:
-        # Raised by loading only: errors of the score function itself are outcomes.
+        # Raised while loading: errors of calls of the score function are outcomes.
         connection.send((UNUSABLE, error))
 
 
@@ -424,8 +437,11 @@ def _grade_in_turn(
         connection: the pipe to the driver.
         function: describes the score function.
         compute_score: the loaded score function.
-        accepted: names of the arguments that it takes.
+        accepted: names of the arguments that the score function takes.
         send: sends an outcome to the driver.
+
+    Raises:
+        RewardError: a built-in grader's library is missing.
     """
     loaded_graders = set()
     while True:
@@ -436,8 +452,8 @@ def _grade_in_turn(
                 if function.path is None:
                     grader = grader_name(arguments["data_source"])
                     if grader not in loaded_graders:
-                        # Libraries such as sympy take seconds to import. Between these messages the
-                        # sample's time limit is not applied.
+                        # Libraries such as sympy take seconds to import. Between LOADING and READY,
+                        # the sample's time limit is not applied.
                         connection.send((LOADING, None))
                         load_grader(grader)
                         loaded_graders.add(grader)
@@ -456,11 +472,11 @@ def _grade_in_turn(
 
 
 def select_arguments(arguments: Arguments, accepted: frozenset[str]) -> Arguments:
-    """Leave out the arguments that the score function does not take.
+    """Select the arguments of a call that the score function takes.
 
     Args:
         arguments: arguments of a call, by name.
-        accepted: names of the function's parameters.
+        accepted: names of the arguments that the score function takes.
     """
     return {name: value for name, value in arguments.items() if name in accepted}
 
@@ -468,7 +484,7 @@ def select_arguments(arguments: Arguments, accepted: frozenset[str]) -> Argument
 def _read_returned(
     returned: Any, function: ScoreFunction, arguments: Arguments
 ) -> Outcome | list[Outcome]:
-    """Convert what a score function returned to the outcome of each sample of the call."""
+    """Convert what a score function returned to an outcome, or to a list of one for each sample."""
     if function.is_batch:
         return read_outcomes(returned, len(arguments["solution_strs"]))
     return read_outcome(returned)
@@ -487,11 +503,11 @@ async def _grade_concurrently(
         connection: the pipe to the driver.
         function: describes the score function.
         compute_score: the loaded score function, a coroutine function.
-        accepted: names of the arguments that it takes.
+        accepted: names of the arguments that the score function takes.
         send: sends an outcome to the driver.
     """
     loop = asyncio.get_running_loop()
-    # Held here, because the event loop has only weak references to its tasks.
+    # Keeps the tasks alive: the event loop itself has only weak references to them.
     tasks = set[asyncio.Task[None]]()
     pipe_ended = loop.create_future()
 
@@ -504,7 +520,7 @@ async def _grade_concurrently(
                 returned = await compute_score(**arguments)
             outcome = _read_returned(returned, function, arguments)
         except BaseException as error:
-            # A TimeoutError may also be the score function's own.
+            # The score function may also raise a TimeoutError itself.
             if isinstance(error, TimeoutError) and limit.expired():
                 outcome = failure("timeout", LATE_MESSAGE.format(timeout_s))
             else:
@@ -522,8 +538,11 @@ async def _grade_concurrently(
             task.add_done_callback(tasks.discard)
 
     def receive() -> None:
-        """Pass samples from the driver to the event loop; runs in a thread."""
-        # RuntimeError: the event loop is closed.
+        """Pass samples from the driver to the event loop; runs in a thread.
+
+        The end of the pipe resolves `pipe_ended`, which ends the event loop.
+        """
+        # RuntimeError: the event loop is closed already.
         with suppress(RuntimeError):
             try:
                 while True:
@@ -531,6 +550,7 @@ async def _grade_concurrently(
             except (EOFError, ConnectionResetError):
                 loop.call_soon_threadsafe(pipe_ended.set_result, None)
 
-    # In a thread, so that the driver can send while a score function blocks the event loop.
+    # In a thread, so that samples are read from the pipe even while a score function blocks the
+    # event loop: the driver's `send` must not block.
     threading.Thread(target=receive, daemon=True).start()
     await pipe_ended

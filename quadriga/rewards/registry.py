@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of reward managers, their registry, and loading the one of a configuration.
+"""The interface of reward managers, their registry, and loading the manager of a configuration.
 
 A built-in manager is a class in a file of `managers/` and a name in `BUILT_IN`.
 
@@ -29,6 +29,7 @@ ManagerClass = TypeVar("ManagerClass", bound=type)
 BUILT_IN = {name: f"quadriga.rewards.managers.{name}" for name in ("naive", "judge")}
 BUILT_IN |= dict.fromkeys(("batch", "prime", "dapo", "in_process"), BUILT_IN["naive"])
 """Name of a built-in manager -> its module."""
+# Registered managers by name. Built-in ones are registered when their module is imported.
 _classes: dict[str, type] = {}
 
 
@@ -36,15 +37,16 @@ _classes: dict[str, type] = {}
 class RewardOutput:
     """The rewards of a batch of responses."""
 
-    # [B, T] float32, zero except at the last valid token of each response, which has its score.
+    # [B, T] float32. The last valid token of each response has the score; all others have 0.
     scores: "torch.Tensor"
-    # Object arrays [B]: "reward_error" (why there is no score, else ""), and what the score
-    # function returned in addition to the score, None where a sample has no such entry.
+    # Object arrays [B]: "reward_error" (why there is no score, else ""), and each entry that the
+    # score function returned in addition to the score, None where a sample has no such entry.
     extra: "dict[str, np.ndarray]" = field(default_factory=dict)
     # "reward/errors", "reward/timeouts", "reward/ungradable", "reward/error_rate", and
     # "reward/extra/NAME", the mean of each numeric entry.
     metrics: "dict[str, Metric]" = field(default_factory=dict)
-    # [B] seconds since 1970 at which each response was graded, NaN if not known; or empty.
+    # [B] seconds since 1970 at which each response was graded, NaN if not known. Empty: not known
+    # for any response.
     graded_at: list[float] = field(default_factory=list)
 
 
@@ -65,14 +67,14 @@ class RewardManager:
     """Base class of reward managers, which turn responses into rewards.
 
     A subclass is registered by name and implements `begin`, or `__call__` alone. The training loop
-    calls `begin` once the responses are complete, and the `Grading`'s `result` when it needs the
-    rewards. With `rollout.mode=async` each response is passed to `grade_one` as soon as it is
-    complete, and `begin` gets the outcomes.
+    calls `begin` once the responses are complete, and `result` of the returned `Grading` when it
+    needs the rewards. With `rollout.mode=async`, a manager that `grades_early` gets each response
+    as soon as it is complete (`grade_one`), and `begin` then gets these outcomes.
 
     Attributes:
         grades_early: whether `grade_one` is implemented.
         notices: sentences that are printed when a run starts.
-        reads_rows: whether `extra_info` needs an entry with all columns of the data row.
+        reads_rows: whether `extra_info` needs the entry "row" with all columns of the data row.
     """
 
     grades_early: bool = False
@@ -86,17 +88,18 @@ class RewardManager:
     def begin(self, data: "DataProto", outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         """Begin to grade the responses of a batch.
 
-        By default, for managers that implement `__call__` alone, the responses are graded when
-        `result` is called.
+        By default, for managers that implement `__call__` alone, the responses are graded only when
+        `result` is called, and `outcomes` are not used.
 
         Args:
             data: tensors `responses` [B, T] and `attention_mask` [B, P+T]; columns: the data
                 source, `reward_model` with a "ground_truth" each, and optionally `extra_info`.
                 Further fields may be added until the result is taken.
-            outcomes: [B] outcomes of `grade_one`; None for a response that is not graded yet.
+            outcomes: [B] what `grade_one` returned for each response; None for a response that is
+                not graded yet. None: no response is.
 
         Returns:
-            The handle to wait for the rewards or to cancel them.
+            The handle, to wait for the rewards or to cancel the grading.
 
         Raises:
             RewardError: a column or a ground truth is missing. `result` raises it if more than
@@ -119,7 +122,9 @@ class RewardManager:
         raise NotImplementedError(f"{type(self).__name__} grades batches only")
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
-        """Check at the start of a run that responses to the rows of the data can be graded.
+        """Raise an error at the start of a run if responses to a row of the data cannot be graded.
+
+        By default nothing is checked.
 
         Args:
             rows: for each row, its file and number, its data source, and its `reward_model`.
@@ -148,11 +153,11 @@ def register(name: str, *, is_built_in: bool = False) -> Callable[[ManagerClass]
 
     def add(cls: ManagerClass) -> ManagerClass:
         registered = _classes.get(name, cls)
-        # By name, because loading a file again creates other class objects of the same full name.
+        # Compared by name, because loading a file again makes another class of the same full name.
         is_same = _full_name(registered) == _full_name(cls)
         is_reserved = name in BUILT_IN and not is_built_in
         if not is_same or is_reserved:
-            # A built-in manager is registered when it is first used, so its name is looked up.
+            # A built-in manager may not be registered yet. Then its module is named.
             owner = BUILT_IN[name] if registered is cls else _full_name(registered)
             raise RewardError(
                 f"register({name!r})",
@@ -172,6 +177,12 @@ def _full_name(cls: type) -> str:
 
 def get_reward_manager_cls(name: str) -> type:
     """Look up a reward manager by its registered name or by `path/to/file.py:Class`.
+
+    Args:
+        name: value of `reward_model.reward_manager`.
+
+    Returns:
+        The class.
 
     Raises:
         RewardError: no manager has that name.
@@ -216,10 +227,10 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
 
     Raises:
         RewardError: no manager has that name, or its class takes other arguments.
-        ConfigError: its file cannot be imported, or its options are wrong.
+        ConfigError: the manager's file cannot be imported, or its options are wrong.
     """
     cls = get_reward_manager_cls(config.reward_model.reward_manager)
-    # Classes written for verl take the tokenizer first.
+    # Classes that are written for verl take the tokenizer first, and cannot be used as they are.
     if next(iter(signature(cls).parameters), "") == "tokenizer":
         raise RewardError(
             f"reward manager {cls.__qualname__}",
@@ -232,7 +243,7 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
 
 
 def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> RewardManager | None:
-    """Create a manager that grades single responses in a rollout process.
+    """Create a manager that grades each response in a rollout process as soon as it is complete.
 
     Args:
         config: the whole configuration.
@@ -242,14 +253,19 @@ def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> Re
 
     Returns:
         The manager, which the caller closes. None if responses are only graded as a batch: with
-        `rollout.mode=sync`, with a manager that cannot grade single responses or is registered on
-        the driver only, and if the reward is that of a reward model alone.
+        `rollout.mode=sync`; with a manager that cannot grade single responses, or that is
+        registered in the driver's process only; and if only a reward model gives rewards.
+
+    Raises:
+        RewardError: as for `load_reward_manager`.
+        ConfigError: as for `load_reward_manager`.
     """
     settings = config.reward_model
     is_model_alone = settings.enable and config.custom_reward_function.path is None
     if config.actor_rollout_ref.rollout.mode == "sync" or is_model_alone:
         return None
     name = settings.reward_manager
+    # A manager that a user's script has registered is not known in this process.
     if not is_reference(name) and name not in _classes and name not in BUILT_IN:
         return None
     if not getattr(get_reward_manager_cls(name), "grades_early", False):

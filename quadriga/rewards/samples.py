@@ -35,16 +35,18 @@ logger = logging.getLogger(__name__)
 CONVERSATION_COLUMNS = ("num_turns", "finish_reason", "tool_rewards", "turn_scores")
 """Columns of a conversation that score functions get in their `extra_info`.
 
-They are known as soon as the response is complete, whether it is graded then or with its batch."""
+They are known as soon as the response is complete, so graders get the same columns whether the
+response is graded then or with its batch."""
 
 ERROR_COLUMN = "reward_error"
+"""Entry of `RewardOutput.extra`: why each response has no grade, or ""."""
 
 
 class Samples(NamedTuple):
     """Decoded responses.
 
     Attributes:
-        rows: [B] facts about each response: what score functions may get as arguments.
+        rows: [B] facts about each response, by name: what score functions may get as arguments.
         lengths: [B] int64, number of valid tokens of each response.
         response_length: T.
         places: [B] data file and row of each response, for errors.
@@ -57,7 +59,7 @@ class Samples(NamedTuple):
 
 
 class SampleManager(RewardManager):
-    """Base class of managers that grade each sample and put its score on the last token.
+    """Base class of managers that grade each sample, and put the score on the sample's last token.
 
     Subclasses implement `submit`.
 
@@ -67,8 +69,8 @@ class SampleManager(RewardManager):
 
     Attributes:
         options: names that `reward_model.reward_kwargs` may have.
-        needs_truths: whether each row must have a ground truth, which may be None for graders that
-            need none.
+        needs_truths: whether each row must have an entry "ground_truth". It may be None for graders
+            that need no truth (`grades_without_truth`).
 
     Raises:
         ConfigError: `reward_model.reward_kwargs` has an option that the manager does not know.
@@ -97,6 +99,7 @@ class SampleManager(RewardManager):
             data, self._tokenizer, self._reward_fn_key, needs_truths=self.needs_truths
         )
         num_samples = len(samples.rows)
+        # Outcomes of the responses that were graded before, by `grade_one`; None for the others.
         early_outcomes = [None] * num_samples if outcomes is None else list(outcomes)
         ungraded = [row for row, outcome in enumerate(early_outcomes) if outcome is None]
         max_error_rate = self.settings.max_error_rate
@@ -110,7 +113,7 @@ class SampleManager(RewardManager):
                 late_outcomes = dict(zip(ungraded, round_.result(), strict=True))
             complete = [outcome or late_outcomes[row] for row, outcome in enumerate(early_outcomes)]
             output = collect(samples, self.shaped(complete, samples), max_error_rate)
-            # Only the rollout knows when samples with an early outcome were graded.
+            # NaN for samples with an early outcome: only the rollout knows when they were graded.
             output.graded_at = [math.nan] * num_samples
             for row, graded_at in zip(ungraded, round_.graded_at, strict=True):
                 output.graded_at[row] = graded_at
@@ -132,7 +135,7 @@ class SampleManager(RewardManager):
                 )
 
     def grades_without_truth(self, data_source: Any) -> bool:
-        """Whether rows of a data source may have None as their ground truth."""
+        """Whether rows of a data source may have None as their ground truth. By default all may."""
         return True
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
@@ -140,13 +143,19 @@ class SampleManager(RewardManager):
         try:
             await wrap_future(round_.done)
         except BaseException:
-            # The task was cancelled, because its conversation was given up.
+            # This task was cancelled, because the conversation of the response was given up.
             round_.cancel()
             raise
         return round_.result()[0]
 
     def grade_all(self, samples: Samples) -> list[Outcome]:
         """Grade all samples and wait for their outcomes.
+
+        Args:
+            samples: the samples.
+
+        Returns:
+            [B] outcome of each sample.
 
         Raises:
             RewardError: too many samples could not be graded.
@@ -172,7 +181,7 @@ class SampleManager(RewardManager):
         raise NotImplementedError
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
-        """Adjust the outcomes by anything that graders do not know, such as a length penalty.
+        """Adjust the outcomes by what graders do not know, such as a penalty for long responses.
 
         By default the outcomes are returned unchanged.
 
@@ -207,8 +216,9 @@ def read_samples(
     _check_columns(data, reward_fn_key, needs_truths=needs_truths)
     responses = data.batch["responses"].cpu()
     response_length = responses.shape[1]
-    # Not the response mask: `solution_str` includes what tools or users said between the policy's
-    # turns. The slice begins at P, because `-0` would not select an empty response.
+    # Lengths are by the attention mask, not by the response mask: `solution_str` includes what
+    # tools or users said between the policy's turns. The slice begins at P instead of -T, because a
+    # slice from -0 would not be empty if T is 0.
     attention_mask = data.batch["attention_mask"].cpu()
     num_prompt_positions = attention_mask.shape[1] - response_length
     lengths = attention_mask[:, num_prompt_positions:].long().sum(dim=-1)
@@ -217,7 +227,8 @@ def read_samples(
     if "response_mask" in data.batch.keys():
         policy_masks = data.batch["response_mask"].cpu().numpy()
 
-    # Arrays are decoded much faster than tensors.
+    # Token ids of each response without padding, as arrays: these are decoded much faster than
+    # tensors.
     token_ids = [
         row[:length] for row, length in zip(responses.numpy(), lengths.tolist(), strict=True)
     ]
@@ -240,7 +251,7 @@ def read_samples(
         }
         if policy_masks is not None:
             mask = policy_masks[row][: lengths[row]]
-            # Otherwise the policy wrote the whole response, which is `solution_str`.
+            # If the policy wrote the whole response, its text is `solution_str`.
             if not mask.all():
                 facts[POLICY_TEXT] = policy_text(tokenizer, token_ids[row], mask)
         if "solution_messages" in columns:
@@ -255,6 +266,7 @@ def _check_columns(data: DataProto, reward_fn_key: str, *, needs_truths: bool) -
     if data.batch is not None:
         names += data.batch.keys()
     names = sorted(map(str, names))
+    # For each field that is needed, where it comes from.
     origins = {
         "responses": "generate_sequences writes it",
         "attention_mask": "generate_sequences writes it",
@@ -267,12 +279,12 @@ def _check_columns(data: DataProto, reward_fn_key: str, *, needs_truths: bool) -
             raise RewardError(
                 f"reward batch column {name}",
                 got=f"only the columns {', '.join(names) or 'none'}",
-                expected=f"this one; {origin}",
+                expected=f"the column {name}; {origin}",
             )
 
 
 def _extra_info(columns: Mapping[str, Any], row: int) -> Any:
-    """A row's `extra_info`, together with its `CONVERSATION_COLUMNS` as far as they exist."""
+    """A row's `extra_info`, with the `CONVERSATION_COLUMNS` that the batch has added to it."""
     extra_info = columns["extra_info"][row] if "extra_info" in columns else None
     if extra_info is None:
         extra_info = {}
@@ -286,13 +298,14 @@ def policy_text(tokenizer: Any, token_ids: Any, mask: Any) -> str:
     Args:
         tokenizer: decodes the tokens; special tokens are left out.
         token_ids: valid tokens of the response.
-        mask: for each of them, 1 if the policy wrote it.
+        mask: for each of these tokens, 1 if the policy wrote it.
 
     Returns:
         The text of each run of tokens whose mask is 1, joined by line ends.
     """
-    # Runs of consecutive tokens of the policy, each of which is one of its turns.
+    # Each run of consecutive tokens of the policy is one turn.
     runs = []
+    # Group pairs of token and mask by the mask.
     for is_policy, pairs in groupby(zip(token_ids, mask, strict=True), lambda pair: bool(pair[1])):
         if is_policy:
             runs.append([int(token) for token, _ in pairs])
@@ -308,10 +321,10 @@ def ground_truth(reward_model: Any, place: str, column: str = "reward_model") ->
         column: name of the column, for the error.
 
     Returns:
-        The ground truth; None is returned as it is, since some graders need no truth.
+        The ground truth. It may be None, because some graders need no truth.
 
     Raises:
-        RewardError: there is no ground truth, or it is NaN, which stands for a missing entry.
+        RewardError: there is no ground truth, or it is NaN, by which tables mark a missing entry.
     """
     got = repr(reward_model)
     if isinstance(reward_model, dict):
@@ -335,13 +348,13 @@ def allowed_failures(num_samples: int, max_error_rate: float) -> int:
 
     Args:
         num_samples: number of samples in the batch.
-        max_error_rate: largest share of them that may fail.
+        max_error_rate: largest share of the samples that may fail.
 
     Returns:
         The number, rounded down.
     """
-    # A little is added, because 0.29 * 100 is 28.999999999999996, and at a rate of 0.29, 29 samples
-    # of 100 may fail.
+    # At a rate of 0.29, 29 samples of 100 may fail, but 0.29 * 100 is 28.999999999999996: add a
+    # little before rounding down.
     return math.floor(num_samples * max_error_rate + 1e-9)
 
 
@@ -350,27 +363,30 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
 
     Args:
         samples: the samples.
-        outcomes: [B] outcome of each of them.
+        outcomes: [B] outcome of each sample.
         max_error_rate: largest share of samples that may have no grade.
 
     Returns:
         Scores [B, T], the columns to store, and the metrics.
 
     Raises:
-        RewardError: more samples have failed (with the traceback of the first failure), a score
-            function returned an entry with the name of a batch column, or no sample has a score.
+        RewardError: a larger share has no grade (the error has the traceback of the first failure);
+            a score function returned an entry with the name of a batch column; or no sample has a
+            score.
     """
     _report_failures(samples, outcomes, max_error_rate)
     scores = torch.zeros(len(outcomes), samples.response_length, dtype=torch.float32)
     if samples.response_length:
-        # An empty response has its score at position 0, which its mask excludes from any loss.
+        # An empty response has its score at position 0, which the response mask excludes from any
+        # loss.
         last = (samples.lengths - 1).clamp(min=0)
         sample_scores = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
         scores[torch.arange(len(outcomes)), last] = sample_scores
 
     metrics = _error_metrics(outcomes)
 
-    # The columns to store: those that graders returned beside the score, and those of this package.
+    # The columns to store: the entries that graders returned beside the score, and this package's
+    # own.
     extra = {ERROR_COLUMN: object_array(outcome.error for outcome in outcomes)}
     names = dict.fromkeys(chain.from_iterable(outcome.extra for outcome in outcomes))
     # An entry must not overwrite a column of the batch.
@@ -385,7 +401,7 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
     for name in names:
         extra[name] = object_array(outcome.extra.get(name) for outcome in outcomes)
         values = [value for value in extra[name] if value is not None]
-        # The mean over the samples that have the entry, if it is a number for all of them.
+        # If all values are numbers, log their mean over the samples that have the entry.
         if values and all(isinstance(value, Real) for value in values):
             mean = math.fsum(values) / len(values)
             metrics[f"reward/extra/{name}"] = Metric(mean, "mean", weight=len(values))
@@ -397,8 +413,8 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
             raise RewardError(
                 "reward",
                 got="no sample with a score",
-                expected="at least one",
-                fix="Is a return missing? None stands for a response without a score.",
+                expected="at least one sample with a score",
+                fix="Let the score function return a number: None means that there is no score.",
             )
     return RewardOutput(scores, extra, metrics)
 
@@ -424,8 +440,14 @@ def _error_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
 
 
 def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float) -> None:
-    """Log samples that could not be graded; raise a RewardError if there are too many of them."""
-    failed = []
+    """Log samples that could not be graded. Raise a RewardError if there are too many of them.
+
+    Args:
+        samples: the samples.
+        outcomes: [B] outcome of each sample.
+        max_error_rate: largest share of samples that may have no grade.
+    """
+    failed = []  # rows of the samples that have failed
     has_skipped = False
     for row, outcome in enumerate(outcomes):
         # A skipped sample has not failed itself: too many others had failed before its turn.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The score function of a run: the built-in graders, one per data source, or a user's function.
 
-A grader's module, and the library it needs, is loaded when its first sample arrives: a run that
-grades with GSM8K's rule does not need math-verify. A `ScoreFunction` only describes the function.
-Grading processes load it by this description, the driver does not. So the function need not be
-picklable, and whatever its file imports stays out of the trainer.
+A grader's module, and the library that the grader needs, is loaded when its first sample arrives: a
+run that grades with GSM8K's rule does not need math-verify. A `ScoreFunction` only describes the
+function. Grading processes load the function by this description, the driver does not. So the
+function need not be picklable, and whatever its file imports stays out of the trainer.
 """
 
 import inspect
@@ -60,7 +60,7 @@ def grader_name(data_source: str, where: str = "data_source") -> str:
 
     Args:
         data_source: name of the data set.
-        where: place of that name, for the error.
+        where: where the name comes from, for the error.
 
     Returns:
         Name of a module in `quadriga.rewards.graders`.
@@ -84,7 +84,10 @@ def grader_name(data_source: str, where: str = "data_source") -> str:
 
 @cache
 def load_grader(name: str) -> Callable[..., Any]:
-    """Load the `compute_score` function of a grader module.
+    """Load the `compute_score` function of a grader.
+
+    Args:
+        name: name of a module in `quadriga.rewards.graders`.
 
     Raises:
         RewardError: the library that the grader needs is not installed.
@@ -93,6 +96,7 @@ def load_grader(name: str) -> Callable[..., Any]:
         return import_module(f"quadriga.rewards.graders.{name}").compute_score
     except ModuleNotFoundError as error:
         package = _PACKAGES.get(error.name or "")
+        # Not a library of a grader: the error is this package's own.
         if package is None:
             raise
         raise RewardError(
@@ -117,9 +121,9 @@ def default_compute_score(
         solution_str: the response, decoded.
         ground_truth: the right answer, in the form that the grader expects.
         extra_info: further facts of the row.
-        **options: options of the grader (`method="flexible"` for GSM8K). An option with the name of
-            a grader holds a dict of options for that grader alone (`code={"total_s": 5}`), since
-            one run may grade several kinds of data.
+        **options: options of the grader (`method="flexible"` for GSM8K). One run may grade several
+            kinds of data, so an option with the name of a grader holds a dict of options for this
+            grader alone (`code={"total_s": 5}`).
 
     Returns:
         At least "score", the reward, and "pred", the answer that was read from the response.
@@ -136,6 +140,7 @@ def default_compute_score(
             got=repr(grader_options),
             expected=f"a dict with the options of the grader {name}",
         )
+    # Options without the dicts for single graders; options for this grader alone take precedence.
     all_graders = {*GRADERS.values(), *GRADERS_BY_PREFIX.values()}
     common_options = {key: value for key, value in options.items() if key not in all_graders}
     options = {**common_options, **grader_options}
@@ -153,7 +158,7 @@ _SECTION = "custom_reward_function"
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """Description of the function that grades, by which grading processes load it.
+    """Description of the function that grades, by which grading processes load the function.
 
     Attributes:
         path: file of the function, or "pkg://package.module". None: the built-in
@@ -161,7 +166,7 @@ class ScoreFunction:
         name: name of the function in the file.
         reward_kwargs: further keyword arguments of every call.
         is_batch: whether a call grades a list of samples (`BATCH_ARGUMENTS`). Otherwise it grades
-            one (`ITEM_ARGUMENTS`).
+            one sample (`ITEM_ARGUMENTS`).
 
     Raises:
         ConfigError: there is no such file, or `reward_kwargs` has the name of another argument.
@@ -188,19 +193,27 @@ class ScoreFunction:
             if not file.exists():
                 fix = f"There is no such path; the working directory is {Path.cwd()}."
             raise ConfigError(f"{_SECTION}.path", got=self.path, expected="a Python file", fix=fix)
-        # The grading processes may have another working directory.
+        # Make the path absolute: the grading processes may have another working directory. The
+        # class is frozen, so the field is set by this detour.
         object.__setattr__(self, "path", str(file))
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the arguments that each call passes, in addition to `reward_kwargs`."""
+        """Names of the arguments that every call passes, in addition to `reward_kwargs`."""
         return BATCH_ARGUMENTS if self.is_batch else ITEM_ARGUMENTS
 
     def arguments_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose the arguments for one sample from its entry in `Samples.rows`.
+        """Arguments of the call for one sample.
 
         For built-in graders, `solution_str` has only the text that the policy itself wrote. A
         user's function also sees what tools and users said in between.
+
+        Args:
+            row: entry of `Samples.rows`.
+
+        Returns:
+            The arguments by name. A user's function may not accept all of them
+            (`accepted_names`).
         """
         arguments = {name: row[name] for name in ITEM_ARGUMENTS}
         text = row["solution_str"]
@@ -213,9 +226,10 @@ class ScoreFunction:
         return arguments
 
     def batch_arguments_of(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        """Combine the arguments of each sample (`arguments_of`) to those of one call for all samples.
+        """Arguments of one call for all samples: each one becomes a list, under its plural name.
 
-        Each argument becomes a list, under its plural name.
+        Args:
+            rows: for each sample what `arguments_of` returned.
         """
         return {
             OPTIONAL_ARGUMENTS.get(name, f"{name}s"): [row[name] for row in rows]
@@ -225,8 +239,9 @@ class ScoreFunction:
     def accepted_names(self, function: Callable[..., Any]) -> frozenset[str]:
         """Names of the arguments that each call of the loaded function gets.
 
-        They include optional arguments (`OPTIONAL_ARGUMENTS`) that the function names. They include
-        `ROW`, which is an entry of `extra_info`, if the function reads columns of the row.
+        An optional argument (`OPTIONAL_ARGUMENTS`) is among them if the function has a parameter of
+        this name. If the function reads columns of the row, `ROW` is among them, although it is an
+        entry of `extra_info`: so the driver learns that this entry is needed.
 
         Args:
             function: the function that `load` returned.
@@ -245,11 +260,13 @@ class ScoreFunction:
         """Load the function, with `reward_kwargs` bound.
 
         Returns:
-            A function that takes `arguments` by keyword. It adapts the user's function if that has
-            TRL's argument names (`quadriga.rewards.by_name`) or takes three arguments by position.
+            A function that takes `arguments` by keyword. It is an adapter if the user's function
+            has TRL's argument names (`quadriga.rewards.by_name`) or takes three arguments by
+            position.
 
         Raises:
-            ConfigError: the file fails, the function is not in it, or it takes other arguments.
+            ConfigError: the file cannot be imported, the function is not in it, or the function
+                takes other arguments.
         """
         function: Callable[..., Any] = default_compute_score
         if self.path is not None:
@@ -260,16 +277,16 @@ class ScoreFunction:
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
-            # Some callables written in C have no signature to check.
+            # Some callables written in C have no signature that could be checked.
             return loaded
 
-        # `ROW` is an entry of `extra_info`, not an argument.
+        # Check that a call with all arguments is possible. `ROW` is an entry of `extra_info`.
         arguments = dict.fromkeys(self.accepted_names(function) - {ROW}) | self.reward_kwargs
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            # The function does not take this package's names. It may take other known names, or the
-            # three arguments by position.
+            # The function does not take this package's names. It may take TRL's names; or data
+            # source, response and truth, where only the name of the second is another one.
             names = list(signature.parameters)
             takes_positions = names[:1] == ["data_source"] and names[2:] == ["ground_truth"]
             if not takes_positions and not BY_NAME_ONLY.isdisjoint(names):
@@ -280,14 +297,19 @@ class ScoreFunction:
                     return ItemReward([part])
             if self.is_batch or not takes_positions:
                 raise self._signature_error(signature, error) from error
-            # The second argument, the response, has another name, so all three go by position.
+            # Pass the three arguments by position, because the name of the second is not known.
             return lambda data_source, solution_str, ground_truth, **_: loaded(
                 data_source, solution_str, ground_truth
             )
         return loaded
 
     def _signature_error(self, signature: inspect.Signature, error: TypeError) -> ConfigError:
-        """Make the error for a function that takes other arguments."""
+        """Make the error for a function that takes other arguments.
+
+        Args:
+            signature: signature of the function.
+            error: why a call with this package's arguments is impossible.
+        """
         expected = f"a function that takes the keyword arguments {', '.join(self.arguments)}"
         if self.reward_kwargs:
             expected += f" and reward_kwargs ({', '.join(self.reward_kwargs)})"

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Containment: a process gives up its rights for good before a model's program begins in it.
+"""Containment: a process gives up its rights for good, before a model's program begins in it.
 
 It gives up
 
 1. its user, if that is root: it takes a user id of its own, so that the kernel counts its threads
-   separately and no file belongs to it. Other users enter a new user namespace for the counting.
+   separately and no file belongs to it. A process of another user enters a new user namespace
+   instead, so that its threads are counted separately too.
 2. memory, CPU time, sizes of files, open files and threads beyond its limits.
-3. every capability, except that to read files which the rules of 4 grant, whoever owns them.
+3. every capability. Only a process that was root keeps the one to read files whoever owns them, for
+   the files that 4 grants.
 4. every file except its own folder, the interpreter and the system's libraries (Landlock). This
    covers opening, creating and removing files. Whether a path exists, and its size and times, can
    still be read.
@@ -55,13 +57,13 @@ _MS_SLAVE = 0x80000
 _CAP_DAC_OVERRIDE = 1 << 1
 _CAP_DAC_READ_SEARCH = 1 << 2
 _CAPABILITY_VERSION = 0x20080522
-# Far above any user's id. A contained process takes this plus its process id.
+# Far above any user's id. A contained process that was root takes this plus its process id.
 _FIRST_USER = 1_000_000_000
 # Paths that interpreters and libraries read. They hold nothing about a run or a user.
 _SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/zero", "/dev/urandom", "/dev/random")
 
-# Landlock's flags and rights.
+# Landlock's flags and rights, by the names of the kernel (LANDLOCK_ACCESS_FS_*).
 _VERSION_FLAG = 1
 _PATH_BENEATH = 1
 _EXECUTE = 1 << 0
@@ -71,9 +73,9 @@ _READ_DIR = 1 << 3
 _REMOVE_FILE = 1 << 5
 _MAKE_REG = 1 << 8
 _TRUNCATE = 1 << 14
-# Rights that a file may have (others are for folders), rights to read, and rights on the program's own
-# folder. Nobody may create sub-folders, links, devices or sockets, so a flat listing of that folder
-# shows everything in it.
+# Rights that a file may have (the others are for folders), rights to read, and rights on the
+# program's own folder. The program may not create sub-folders, links, devices or sockets, so a flat
+# listing of its folder shows everything in it.
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _RIGHTS_TO_READ = _READ_FILE | _READ_DIR
 _RIGHTS_ON_OWN = _RIGHTS_TO_READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
@@ -84,12 +86,12 @@ class ResourceLimits(NamedTuple):
 
     Attributes:
         time_s: CPU time.
-        wall_s: elapsed time, for a program that sleeps or waits.
+        wall_s: time by the clock, which also ends a program that sleeps or waits.
         memory_megabytes: address space, which includes the stacks of threads.
-        output_megabytes: size of each stream, and of each file.
+        output_megabytes: size of each of the program's streams, and of each file.
         folder_megabytes: size of all files in the program's folder together. If no file system in
-            memory can be mounted, the folder is checked 20 times a second, and no file can be
-            removed.
+            memory can be mounted for the folder, it is checked 20 times a second, and the program
+            cannot remove files.
         num_files: number of files in the folder, and of files open at the same time.
         num_threads: number of threads. A program never gets a second process.
     """
@@ -104,7 +106,7 @@ class ResourceLimits(NamedTuple):
 
 
 class _Ruleset(ctypes.Structure):
-    """The kernel's `landlock_ruleset_attr`: which rights a set of rules takes away."""
+    """The kernel's `landlock_ruleset_attr`: rights that a process loses unless a rule grants them."""
 
     _fields_ = (
         ("files", ctypes.c_uint64),
@@ -122,7 +124,7 @@ class _PathRule(ctypes.Structure):
 
 
 def why_unavailable() -> str:
-    """Say why programs cannot be contained on this machine; empty if they can."""
+    """Say why programs cannot be contained on this machine; "" if they can."""
     if not sys.platform.startswith("linux"):
         return f"the system is {sys.platform}, and containment needs Linux"
     if not is_known_machine():
@@ -144,12 +146,12 @@ def die_with_parent(parent_pid: int) -> None:
     """
     make_call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
-        # The parent ended before the call.
+        # The parent had ended before the call, so no signal would come.
         os._exit(1)
 
 
 def mount_memory_file_systems(folders: Sequence[os.PathLike[str]], limits: ResourceLimits) -> None:
-    """Mount a small file system in memory on each folder, visible to this process and its children.
+    """Mount a small file system in memory on each folder, for this process and its children only.
 
     The kernel then enforces the limits on each folder, and frees the memory when the last of these
     processes ends.
@@ -170,9 +172,9 @@ def mount_memory_file_systems(folders: Sequence[os.PathLike[str]], limits: Resou
         maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
         for name, text in maps.items():
             Path("/proc/self", name).write_text(text, encoding="ascii")
-    # Otherwise the mounts would appear in the parent's mount namespace too.
+    # Separate the mounts: otherwise new ones would appear in the parent's mount namespace too.
     make_call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)
-    # tmpfs takes a size of 0 for no limit, and counts the folder itself as a file.
+    # For tmpfs, a size of 0 means no limit, and the folder itself counts as a file.
     size = max(4096, int(limits.folder_megabytes * MEGABYTE))
     num_files = int(limits.num_files) + 1
     options = f"size={size},nr_inodes={num_files},mode=700".encode()
@@ -192,21 +194,25 @@ def confine(
         limits: resources that the program may use.
         readable: folders of the interpreter and its packages.
         may_remove: whether the program may remove files from `folder`. It may not if the supervisor
-            enforces the limits, because that does not see removed files that are still open.
+            enforces the limits on the folder: the supervisor does not see removed files that are
+            still open.
 
     Returns:
-        The listener for refused system calls, see `filter_calls`.
+        The listener for refused system calls, or None (see `filter_calls`).
 
     Raises:
         OSError: the kernel refuses a step. The program must not begin then.
     """
+    # The order is that of the list at the top of this file.
     parent_pid = os.getppid()
     are_threads_counted = _take_own_user(folder)
     _set_resource_limits(limits)
     _drop_capabilities()
+    # A change of the user has reset this setting.
     die_with_parent(parent_pid)
+    # Without this, Landlock and the filter of system calls need more rights.
     make_call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # Other processes of the same user, such as other programs, must not read its memory.
+    # Other processes of the same user, such as other programs, must not read this one's memory.
     make_call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
     rules = [(path, _RIGHTS_TO_READ) for path in (*_SYSTEM_PATHS, *_DEVICES, *readable)]
     rules.append(("/dev/null", _RIGHTS_ON_OWN))
@@ -216,7 +222,7 @@ def confine(
 
 
 def _take_own_user(folder: str) -> bool:
-    """Take a separate user id or user namespace.
+    """Take a user id of its own if this process is root, else a new user namespace.
 
     Args:
         folder: folder of the program, whose owner becomes the new user.
@@ -228,7 +234,7 @@ def _take_own_user(folder: str) -> bool:
         try:
             make_call("unshare", _CLONE_NEWUSER)
         except OSError:
-            # Some systems forbid it. Without a limit on threads, the program must have none.
+            # Some systems forbid it. The caller then refuses threads, which could not be limited.
             return False
         return True
     user = _FIRST_USER + os.getpid()
@@ -239,7 +245,8 @@ def _take_own_user(folder: str) -> bool:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     except OSError as error:
-        # In a container with few user ids or rights. The kernel does not limit root's threads.
+        # It fails in a container with few user ids or rights. The process stays root, whose threads
+        # the kernel does not limit.
         print(
             f"containment: stays user {os.getuid()}, without threads, since {error}",
             file=sys.stderr,
@@ -262,6 +269,7 @@ def _set_resource_limits(limits: ResourceLimits) -> None:
         # Pending signals take the kernel's memory, and count for all processes of a user together.
         resource.RLIMIT_SIGPENDING: limits.num_threads,
     }
+    # Each limit is at most the hard limit that the process has already.
     for name, size in sizes.items():
         hard_limit = resource.getrlimit(name)[1]
         if hard_limit != resource.RLIM_INFINITY:
@@ -272,15 +280,18 @@ def _set_resource_limits(limits: ResourceLimits) -> None:
 def _drop_capabilities() -> None:
     """Drop all capabilities.
 
-    A process that was root keeps the one to read any file: its interpreter may be in a folder that
-    only root can read.
+    A process that was root keeps the capability to read any file: its interpreter may be in a
+    folder that only root can read.
     """
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    # Two sets of words: effective, permitted and inheritable capabilities 0 to 31, then 32 to 63.
     sets = (ctypes.c_uint32 * 6)()
     make_call("capget", ctypes.byref(header), ctypes.byref(sets))
     capability = 0
+    # The process was root before `_take_own_user`.
     if os.getuid() >= _FIRST_USER:
         permitted = sets[1]
+        # The second capability includes the first, and is kept only if the first is missing.
         capability = permitted & _CAP_DAC_READ_SEARCH or permitted & _CAP_DAC_OVERRIDE
     sets = (ctypes.c_uint32 * 6)(capability, capability, 0, 0, 0, 0)
     make_call("capset", ctypes.byref(header), ctypes.byref(sets))
@@ -311,7 +322,7 @@ def confine_files(rules: Sequence[tuple[str, int]]) -> None:
     # With older versions only the filter of system calls guards the network and other processes.
     network = 0
     scopes = 0
-    size = 8
+    size = 8  # bytes of `_Ruleset` that this version knows
     if version >= 4:
         network = 3  # to bind and connect TCP sockets
         size = 16
@@ -327,7 +338,7 @@ def confine_files(rules: Sequence[tuple[str, int]]) -> None:
             continue
         allowed = rights & handled
         if not stat.S_ISDIR(os.fstat(path_fd).st_mode):
-            # The kernel refuses rules that give a file rights for folders.
+            # The kernel refuses a rule that gives a file rights which only folders have.
             allowed &= _FILE_RIGHTS
         rule = _PathRule(allowed, path_fd)
         make_call("landlock_add_rule", ruleset_fd, _PATH_BENEATH, ctypes.byref(rule), 0)

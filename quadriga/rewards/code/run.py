@@ -4,8 +4,9 @@
 On this machine a supervisor runs the tests of one problem (`supervisor.py`).
 
 A server (github.com/bytedance/SandboxFusion) gets one POST to `/run_code` per test and contains
-programs itself; its documentation says what it does not limit (output, its network). If a test
-calls a function, the call is appended to the program, which prints the result after a mark.
+programs itself. It does not limit everything, such as output and the use of the network: see its
+documentation. If a test calls a function, the call is appended to the program, which prints the
+result after a mark.
 """
 
 import json
@@ -28,15 +29,15 @@ from quadriga.rewards.code import containment
 from quadriga.rewards.code.containment import ResourceLimits
 from quadriga.rewards.code.supervisor import COMMAND, HEADER
 
-# Part of the supervisor's import path: it starts without the site's start-up files, which find
-# editable installations.
+# Part of the supervisor's import path. The supervisor starts without the site's start-up files,
+# which would find this package in an editable installation.
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[3])
 _URL = "custom_reward_function.reward_kwargs.code.sandbox_url"
 _MARK = "\n---- quadriga result ----\n"
 # Status of a run, as the server calls it -> `CaseRun.status`.
 _STATUS_OF_SERVER = {"Finished": "ok", "Error": "error", "TimeLimitExceeded": "time"}
 _MAX_QUEUE_S = 60.0  # time that a request may wait at the server before its program runs
-# Errors that the server reports about itself may be temporary, so a run is tried this often.
+# The server may report an error of its own, which may be temporary. After so many, a run fails.
 _MAX_SANDBOX_ERRORS = 3
 _MAX_ATTEMPTS = 4  # requests for each try, if the server does not answer
 _ENVIRONMENT = {
@@ -51,8 +52,9 @@ class Case(NamedTuple):
     """A test of a program.
 
     Attributes:
-        test_input: input of the test: {"input": text}, or {"function": name, "arguments": list}.
-        expected: the right output or result, which the program does not see.
+        test_input: input of the test: {"input": text} for standard input, or {"function": name,
+            "arguments": list} for a call.
+        expected: the right output or result. The program does not get it.
     """
 
     test_input: dict[str, Any]
@@ -60,7 +62,7 @@ class Case(NamedTuple):
 
     @property
     def is_call(self) -> bool:
-        """Whether the test calls a function; else it is about standard input and output."""
+        """Whether the test calls a function. Otherwise it is about standard input and output."""
         return "function" in self.test_input
 
 
@@ -70,14 +72,14 @@ class CaseRun(NamedTuple):
     Attributes:
         index: position of the test.
         status: "ok" if the program ended by itself with exit status 0; else "error" (another exit
-            status), "crash" (a signal), "network", or the limit that ended it ("time", "wall",
-            "output", "folder").
-        code: exit status. If a signal ended the program, its number, negated.
+            status), "crash" (a signal), "network" (it was killed because it opened a socket), or
+            the limit that ended it ("time", "wall", "output", "folder").
+        code: exit status. If a signal ended the program, the signal's number, negated.
         cpu_s: CPU time in seconds.
-        stdout: its standard output.
-        stderr: its standard error.
-        result: result of its function, as JSON.
-        refused: names of the system calls that containment refused.
+        stdout: the program's standard output.
+        stderr: the program's standard error.
+        result: result of the function that was called, as JSON; "" if there is none.
+        refused: names of the system calls that containment refused, separated by commas.
     """
 
     index: int
@@ -107,8 +109,8 @@ def require_containment() -> None:
 def can_mount() -> bool:
     """Whether a supervisor can mount file systems here, which many containers forbid.
 
-    This is tried once per process, in a child process, because a failed attempt may leave the
-    process that makes it in a new user namespace.
+    This is tried once per process, in a child process: a failed attempt may leave the child in a
+    new user namespace.
     """
     with own_folder() as folder:
         code = (
@@ -135,17 +137,18 @@ def run_cases(
         cases: the tests.
         limits: limits of one test.
         parallel: number of tests to run at the same time.
-        total_s: seconds for all tests together; tests that have not ended by then are left out.
+        total_s: seconds for all tests together. Tests that have not ended by then are left out.
 
     Returns:
-        Iterator over the runs, in the order in which they end. Closing it ends the other tests.
+        Iterator over the runs, in the order in which they end. Closing it ends the tests that are
+        still running.
 
     Raises:
         RewardError: programs cannot be contained here, or the supervisor failed.
     """
     require_containment()
     deadline = time.monotonic() + total_s
-    # The program may import from the interpreter's own folders, but nothing of the run.
+    # The program may import what is in the interpreter's own folders, but no other code of the run.
     prefixes = sorted({sys.prefix, sys.base_prefix} - {"/"})
     inside_prefix = tuple(f"{prefix}{os.sep}" for prefix in prefixes)
     command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", COMMAND, _PACKAGE_FOLDER, *sys.path]
@@ -175,18 +178,28 @@ def run_cases(
                     stream.write(json.dumps(job).encode())
                 yield from _read_runs(process, len(cases), deadline)
             finally:
-                # The kernel kills its children too.
+                # The kernel kills the supervisor's children too.
                 process.kill()
 
 
 def _read_runs(
     process: subprocess.Popen[bytes], num_cases: int, deadline: float
 ) -> Iterator[CaseRun]:
-    """Read the supervisor's reports, one per test, until the deadline."""
+    """Read the supervisor's reports, one per test, until the deadline.
+
+    Args:
+        process: the supervisor.
+        num_cases: number of tests.
+        deadline: time at which to stop, by `time.monotonic`.
+
+    Raises:
+        RewardError: the supervisor ended before it had reported all tests.
+    """
     assert process.stderr is not None
     for num_read in range(num_cases):
         try:
             header = _read_exactly(process, HEADER.size, deadline)
+            # `sizes` are the bytes of standard output, standard error, result and refused calls.
             index, status, code, cpu_s, *sizes = HEADER.unpack(header)
             streams = [
                 _read_exactly(process, size, deadline).decode("utf-8", "replace") for size in sizes
@@ -199,7 +212,7 @@ def _read_runs(
             raise RewardError(
                 "supervisor of a program's tests",
                 got=f"its end after {num_read} of {num_cases} tests: {output}",
-                expected="an outcome for each",
+                expected="an outcome for each test",
             ) from None
         yield CaseRun(index, status.rstrip(b"\0").decode(), code, cpu_s, *streams)
 
@@ -209,7 +222,7 @@ def _read_exactly(process: subprocess.Popen[bytes], size: int, deadline: float) 
 
     Raises:
         TimeoutError: the deadline has passed.
-        EOFError: the output ended before.
+        EOFError: the output has fewer bytes.
     """
     assert process.stdout is not None
     content = bytearray(size)
@@ -240,9 +253,9 @@ def run_remotely(
 
     Args:
         program: text of the program.
-        cases: the tests; calls of functions only in Python.
-        limits: limits of one test; `time_s`, `wall_s` (to compile) and `memory_megabytes` are sent,
-            the others are the server's.
+        cases: the tests. Tests that call a function are for Python only.
+        limits: limits of one test. The server gets `time_s`, `wall_s` (to compile) and
+            `memory_megabytes`; for everything else it has its own limits.
         url: address of the server; `/run_code` is added if it is missing.
         language: language of the program, as the server calls it.
         parallel: number of requests at the same time.
@@ -285,6 +298,9 @@ def _run_remote_case(
         index: position of the test.
         case: the test.
 
+    Returns:
+        How the program ran. A failed compilation counts as the run.
+
     Raises:
         RewardError: the server does not answer, or reports an error of its own each time.
     """
@@ -298,7 +314,7 @@ def _run_remote_case(
         "files": {},
         "fetch_files": [],
     }
-    # To compile, to run, and to wait for a free place at the server.
+    # Time to compile, to run, and to wait for a free place at the server.
     timeout_s = limits.wall_s + limits.time_s + _MAX_QUEUE_S
     reply = {}
     for _ in range(_MAX_SANDBOX_ERRORS):
@@ -310,12 +326,12 @@ def _run_remote_case(
             server.url, got=f"SandboxError: {reply.get('message')}", expected="Success or Failed"
         )
 
-    # The outcome is that of the compilation if it failed, else that of the run.
+    # If the compilation failed, its outcome counts, else the outcome of the run.
     step = reply.get("compile_result")
     if not step or (step.get("status") == "Finished" and step.get("return_code") == 0):
         step = reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"}
     code = step.get("return_code") or 0
-    # The server calls a run finished whatever its exit status.
+    # The server calls a run "Finished" whatever the exit status is.
     status = _STATUS_OF_SERVER.get(str(step.get("status")), "error")
     if status == "ok" and code:
         status = "error"
@@ -333,7 +349,10 @@ def _run_remote_case(
 
 
 def _append_call(program: str, case: Case) -> str:
-    """Append to a program a call of its function that prints the result."""
+    """Append a call of the test's function to a program. It prints the result after `_MARK`.
+
+    The function is one of the program's, or a method of its class `Solution`. The result is JSON.
+    """
     name = case.test_input["function"]
     arguments = json.dumps(case.test_input["arguments"])
     return (

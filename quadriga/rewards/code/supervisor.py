@@ -20,9 +20,9 @@ tests, not the expected outputs.
     everything   ends with the supervisor, which ends with the grader: the kernel kills a child
                  whose parent is gone.
 
-Streams are files in memory, not pipes: nobody has to read them meanwhile, and the limit on the size
-of files applies to them. They are sent unchanged, after their lengths (`HEADER`), so that nothing
-in their content can pass for an outcome.
+Streams are files in memory, not pipes: nobody has to read them while the program runs, and the
+limit on the size of files applies to them. They are sent unchanged, after their lengths (`HEADER`),
+so that nothing in their content can pass for an outcome.
 """
 
 import io
@@ -50,12 +50,13 @@ COMMAND = (
 )
 """Program text for `python -I -S -c`; the arguments are the import path."""
 
-# Descriptor for the result of a function: the standard output may have what the program prints.
+# Descriptor for the result of a function, apart from the standard output, to which the program
+# prints.
 RESULT_FD = 3
 
 HEADER = struct.Struct("=I8sid4Q")
-"""Sent before each test's streams: index, status, exit code, CPU seconds, and the bytes of the
-three streams and of the names of refused system calls."""
+"""Sent before the streams of each test: index, status, exit code, CPU seconds, and the bytes of
+standard output, standard error, result, and names of refused system calls."""
 
 # Descriptor on which the process of a test reports that it is contained; closed before the program
 # begins.
@@ -73,14 +74,14 @@ class _RunningTest:
 
     Attributes:
         index: position of the test.
-        pid: its process.
+        pid: id of the test's process.
         pid_fd: descriptor that is ready when the process has ended.
-        streams: files in memory for its standard output, standard error and result.
-        folder: its folder.
-        deadline: time at which it is killed, by `time.monotonic`.
-        is_contained: whether it has given up its rights, after which the program begins.
-        listener: descriptor for its refused system calls.
-        refused: names of these calls.
+        streams: files in memory for the standard output, standard error and result.
+        folder: folder of the program.
+        deadline: time at which the process is killed, by `time.monotonic`.
+        is_contained: whether the process has given up its rights, after which the program begins.
+        listener: descriptor for the process's refused system calls. None: there is none (yet).
+        refused: names of the refused system calls.
     """
 
     # Not a dataclass: importing `dataclasses` takes a fifth of a supervisor's start.
@@ -102,11 +103,12 @@ def main() -> None:
     """Run the job that is read from the standard input."""
     job = json.load(sys.stdin.buffer)
     supervisor = Supervisor(job)
-    # After the mounts of the constructor: entering a user namespace resets this setting.
+    # After the constructor, which may mount: entering a user namespace for it resets this setting.
     containment.die_with_parent(job["grader"])
     case = supervisor.run()
     if case is not None:
-        # This is the forked process of a test. It ends like any program, with exit handlers.
+        # This is the forked process of a test. By returning from here it ends like any program,
+        # with exit handlers.
         execute(job["program"], case)
 
 
@@ -116,7 +118,8 @@ def execute(program: str, case: dict[str, Any]) -> None:
     Args:
         program: text of the program.
         case: input of the test, as in `Case.test_input`. If it names a function, the function is called
-            and its result is written to `RESULT_FD` as JSON.
+            and the result is written to `RESULT_FD` as JSON. The function may also be a method of a
+            class `Solution`.
     """
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
@@ -136,7 +139,7 @@ def execute(program: str, case: dict[str, Any]) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert a value that JSON does not know: a set, an array, or any other iterable."""
+    """Convert a value that JSON does not know to a list: a set, an array, or any other iterable."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if hasattr(value, "tolist"):
@@ -148,7 +151,7 @@ class Supervisor:
     """Runs the tests of one job, each in a contained process, and sends their outcomes.
 
     Args:
-        job: the job that `run_cases` sends.
+        job: what `run_cases` sends: the program, the inputs of the tests, limits and folders.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -159,6 +162,7 @@ class Supervisor:
         self._path = job["path"]
         self._readable = job["readable"]
         self._selector = selectors.DefaultSelector()
+        # Tests under way, by their positions.
         self._running: dict[int, _RunningTest] = {}
         # Folders that no test uses at the moment, all empty.
         self._folders = [Path(job["folder"], str(number)) for number in range(self._parallel)]
@@ -166,11 +170,11 @@ class Supervisor:
             folder.mkdir()
         if self._is_in_memory:
             containment.mount_memory_file_systems(self._folders, self._limits)
-        # Outcomes that the grader's pipe, descriptor 1, has not taken yet.
+        # Bytes of outcomes that the grader's pipe, descriptor 1, has not taken yet.
         self._unsent: deque[memoryview] = deque()
         os.set_blocking(1, False)
-        # Tests report here that they are contained. All of them write to one socket, so its type must
-        # keep messages apart.
+        # Processes of tests report here that they are contained. All write to one socket, so it is
+        # of a type that keeps messages apart.
         self._notices, self._notice_sender = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_SEQPACKET
         )
@@ -178,11 +182,11 @@ class Supervisor:
         self._selector.register(self._notices, selectors.EVENT_READ)
 
     def run(self) -> dict[str, Any] | None:
-        """Run all tests.
+        """Run all tests. This returns in the supervisor, and in the forked process of each test.
 
         Returns:
-            None in the supervisor, when all tests have ended. In the forked process of a test, its
-            case.
+            In the supervisor None, when all tests have ended. In the process of a test its case,
+            whose program has to be run.
         """
         for index, case in enumerate(self._cases):
             while len(self._running) >= self._parallel or self._unsent:
@@ -194,7 +198,15 @@ class Supervisor:
         return None
 
     def _start(self, index: int, case: dict[str, Any]) -> int:
-        """Fork the process of a test. Like `os.fork`, return 0 in the new process."""
+        """Fork the process of a test.
+
+        Args:
+            index: position of the test.
+            case: input of the test, as in `Case.test_input`.
+
+        Returns:
+            Like `os.fork`, 0 in the new process, which is contained then, else the process's id.
+        """
         folder = self._folders.pop()
         streams = (
             _create_memory_file("stdout"),
@@ -215,18 +227,19 @@ class Supervisor:
         return pid
 
     def _become_test(self, index: int, folder: Path, fds: tuple[int, ...]) -> None:
-        """Turn this forked process into that of a test: set its streams and folder, and contain it.
+        """Turn this forked process into that of a test: set its streams and folder, contain it.
 
         Args:
             index: position of the test.
             folder: folder of the test.
-            fds: become descriptors 0 to 4: standard input, output and error, the result, and the
-                notice that the process is contained.
+            fds: what the descriptors 0 to 4 are to be: standard input, output and error, the
+                result, and the notice that the process is contained.
         """
-        # First duplicate them beyond their old and their new numbers, so that none is overwritten.
+        # First duplicate all beyond their old and new numbers, so that none is overwritten.
         first_free = max(fds) + len(fds)
         moved_fds = [os.dup2(fd, first_free + number) for number, fd in enumerate(fds)]
-        # Closed now: later these objects would close descriptors that have taken their numbers.
+        # Close these objects now: later they would close other descriptors that have the same
+        # numbers.
         for owner in (self._selector, self._notices, self._notice_sender):
             owner.close()
         for number, fd in enumerate(moved_fds):
@@ -234,12 +247,13 @@ class Supervisor:
         os.closerange(len(moved_fds), 4096)
 
         os.chdir(folder)
-        # Python ignores this signal. Then writing beyond the limit is an OSError that a program
-        # which prints without end may catch.
+        # End the process when it writes beyond the limit on sizes. Python ignores this signal, and
+        # then a program that prints without end could catch an OSError and go on.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         sys.argv[:] = ["solution.py"]
         sys.path[:] = [str(folder), *self._path]
         os.environ.update(HOME=str(folder), TMPDIR=str(folder))
+        # New objects for the standard streams: the old ones belong to the supervisor.
         stdin = io.BufferedReader(io.FileIO(0, "r", False))
         stdout = io.BufferedWriter(io.FileIO(1, "w", False))
         stderr = io.BufferedWriter(io.FileIO(2, "w", False))
@@ -252,18 +266,19 @@ class Supervisor:
         listener = containment.confine(
             str(folder), self._limits, self._readable, may_remove=self._is_in_memory
         )
+        # Send the supervisor the number of the test and, if there is one, the listener.
         listeners = [] if listener is None else [listener]
         with socket.socket(fileno=_NOTICE_FD) as notice:
             socket.send_fds(notice, [index.to_bytes(4, "little")], listeners)
         if listener is not None:
             os.close(listener)
-        # The program may have modules of the same name as this package's.
+        # The program must get its own modules, even if one is called `quadriga`.
         for name in list(sys.modules):
             if name.partition(".")[0] == "quadriga":
                 del sys.modules[name]
 
     def _wait(self) -> None:
-        """Wait for events, 50 ms at most; report tests that have ended or exceed a limit."""
+        """Handle events, for 50 ms at most; kill and report tests that exceed a limit."""
         for key, _ in self._selector.select(_POLL_S):
             if key.fd == 1:
                 self._send()
@@ -285,9 +300,10 @@ class Supervisor:
             self._report(running, exceeded)
 
     def _take_notices(self) -> None:
-        """Read which processes are contained, and take the listeners for their refused calls."""
+        """Read which processes are contained, and take the listeners that they send."""
         with suppress(BlockingIOError):
             while True:
+                # A message is the position of a test in 4 bytes, with at most one descriptor.
                 message, listeners, _, _ = socket.recv_fds(self._notices, 4, 1)
                 running = self._running[int.from_bytes(message, "little")]
                 running.is_contained = True
@@ -296,24 +312,24 @@ class Supervisor:
                     self._selector.register(listener, selectors.EVENT_READ, running)
 
     def _refuse(self, running: _RunningTest) -> None:
-        """Answer a refused system call of a test."""
+        """Refuse the system call for which a test waits, and store the name of the call."""
         assert running.listener is not None
         name = refuse_call(running.listener)
         if name:
             running.refused.append(name)
-        # None: the process is ending. Its listener is ready until its memory is freed.
+        # None: the process is ending. Stop, because the listener stays ready until the end.
         if name is None or len(running.refused) >= _MAX_REFUSALS:
             self._stop_listening(running)
 
     def _stop_listening(self, running: _RunningTest) -> None:
-        """Close the listener of a test, if it has one. The kernel then refuses calls itself."""
+        """Close the listener of a test, if there is one. The kernel then refuses calls itself."""
         if running.listener is not None:
             self._selector.unregister(running.listener)
             os.close(running.listener)
             running.listener = None
 
     def _is_full(self, folder: Path) -> bool:
-        """Whether a folder exceeds its limits on files or bytes."""
+        """Whether a folder exceeds the limits on files or bytes."""
         if self._is_in_memory:
             return False  # the kernel enforces the limits
         num_files = 0
@@ -332,7 +348,7 @@ class Supervisor:
 
         Args:
             running: the test.
-            exceeded: the limit for which it was killed, "wall" or "folder"; "" if it ended by
+            exceeded: the limit for which the test was killed, "wall" or "folder"; "" if it ended by
                 itself.
 
         Raises:
@@ -341,7 +357,7 @@ class Supervisor:
         _, wait_status, usage = os.wait4(running.pid, 0)
         if not exceeded and self._is_full(running.folder):
             exceeded = "folder"
-        # The notice of a process that ended at once may not have been read yet.
+        # If the process ended at once, the notice that it was contained may not have been read yet.
         self._take_notices()
         self._stop_listening(running)
         self._selector.unregister(running.pid_fd)
@@ -363,7 +379,7 @@ class Supervisor:
         code = os.waitstatus_to_exitcode(wait_status)
         status = _status(code, exceeded, cpu_s, self._limits)
         if status != "ok":
-            # Nobody compares them: a test passes only if its program ends well.
+            # Output and result are not compared, because the test has failed.
             stdout = b""
             result = b""
         refused = ", ".join(dict.fromkeys(running.refused)).encode()
@@ -374,6 +390,7 @@ class Supervisor:
 
     def _send(self) -> None:
         """Send what the grader's pipe takes without blocking; `_wait` sends the rest later."""
+        # Whether `_wait` watches the pipe, because it was full before.
         is_waiting = 1 in self._selector.get_map()
         while self._unsent:
             try:
@@ -390,15 +407,16 @@ class Supervisor:
 
 
 def _status(code: int, exceeded: str, cpu_s: float, limits: ResourceLimits) -> str:
-    """Determine the status of a test (`CaseRun.status`).
+    """Status of a test that has ended (`CaseRun.status`).
 
     Args:
-        code: exit status. If a signal ended the program, its number, negated.
-        exceeded: the limit for which the supervisor killed it, or "".
+        code: exit status. If a signal ended the program, the signal's number, negated.
+        exceeded: the limit for which the supervisor killed the program, or "".
         cpu_s: CPU time in seconds.
         limits: limits of the test.
     """
-    # The kernel counts CPU time in ticks, so its SIGKILL may come a little before the limit.
+    # The kernel kills a program at the limit of CPU time. It counts in ticks, so `cpu_s` may be a
+    # little below the limit.
     is_out_of_time = code == -signal.SIGKILL and not exceeded and cpu_s >= 0.9 * limits.time_s
     if cpu_s >= limits.time_s or is_out_of_time:
         return "time"
@@ -424,7 +442,7 @@ def _create_memory_file(name: str, content: bytes = b"") -> int:
 
 def _read_and_close(fd: int) -> bytes:
     """Read a file in memory as a whole, and close it."""
-    # The program could change the size, but not beyond its limit on the size of files.
+    # The size is what the program has made it, but not beyond the limit on the size of files.
     content = os.pread(fd, os.fstat(fd).st_size, 0)
     os.close(fd)
     return content

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filter (seccomp) of the system calls that a model's program may make.
 
-The table `system_calls.tsv` has the name of each call, its number on each machine, and its answer,
-unless that depends on arguments (`_ALLOWED_IF`).
+The table `system_calls.tsv` has the name of each call, its number on each machine, and the filter's
+answer. For a call in `_ALLOWED_IF`, that is the answer unless its arguments meet the conditions
+there.
 
     allowed calls                        the call is made
     any other call in the table          EPERM; the listener, if there is one, learns which call
@@ -13,12 +14,12 @@ unless that depends on arguments (`_ALLOWED_IF`).
                                          filter can read
 
 Allowed calls act on the caller alone, on files (which Landlock guards) or on descriptors that the
-caller opened itself. None of them reaches another process or has effects after the caller's end.
+caller opened itself. No allowed call reaches another process or has effects after the caller's end.
 
     sockets         Stream pairs only, since none is inherited and no other can be made. `sendmsg`
                     has its address behind a pointer, where no filter looks; but the kernel refuses
-                    addresses on a stream pair (EISCONN), and the descriptors that it passes come
-                    out at the other end, which is the caller's too.
+                    addresses on a stream pair (EISCONN). Descriptors that are sent come out at the
+                    other end of the pair, which is the caller's too.
     fcntl, ioctl    Some commands only: none that names an owner to be signalled (F_SETOWN,
                     F_SETOWN_EX, F_SETSIG, F_NOTIFY, F_SETLEASE, FIOSETOWN, SIOCSPGRP, FIOASYNC).
                     O_ASYNC without an owner signals nobody.
@@ -48,7 +49,8 @@ _CLONE_THREAD = 0x10000
 _NEW_NAMESPACES = 0x7E020080
 
 # Conditions on arguments: (number of a word, mask, values). The filter sees an argument as two
-# words of 32 bits, the low one first. A call is allowed if each word, masked, is one of its values.
+# words of 32 bits, the low one first: argument 1 has the words 2 and 3. A call is allowed if each
+# of these words, masked, is one of the values beside it.
 _ON_ITSELF = [(0, _ALL, [_OWN_PID])]
 _ON_ITSELF_OR_0 = [(0, _ALL, [0, _OWN_PID])]
 _ALLOWED_IF = {
@@ -109,11 +111,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Filter(ctypes.Structure):
+    """The kernel's `sock_fprog`: a filter, with its number of instructions."""
+
     _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
 
 
 def is_known_machine() -> bool:
-    """Whether the table has the system calls of this machine."""
+    """Whether the table has the system calls of this machine's architecture."""
     return os.uname().machine in _AUDIT_ARCHITECTURES
 
 
@@ -126,7 +130,7 @@ def call_names() -> dict[int, str]:
 
 @cache
 def _table() -> dict[str, dict[str, str]]:
-    """Read the table of system calls: rows by the name of the call."""
+    """Read the table of system calls: for each name of a call, the cells of the row by column."""
     head, *lines = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
     columns = head.split("\t")
     rows = {}
@@ -150,7 +154,7 @@ def make_call(name: str, *arguments: object) -> int:
         OSError: the kernel refuses the call.
     """
     number = int(_table()[name][os.uname().machine])
-    # ctypes passes a Python integer as 32 bits, which would leave the rest of a register undefined.
+    # By default ctypes passes an integer as 32 bits, which leaves the rest of a register undefined.
     registers = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     result = _libc.syscall(ctypes.c_long(number), *registers)
     if result < 0:
@@ -167,8 +171,8 @@ def filter_calls(*, may_have_threads: bool) -> int | None:
 
     Returns:
         The listener, a descriptor for `refuse_call` in another process. Each refused call waits
-        until that process answers. None: the process has the listener of its container already, so
-        the kernel refuses calls itself.
+        until the other process answers. None: the process has a listener already, set by a
+        container around it, so the kernel refuses calls itself.
 
     Raises:
         OSError: the kernel refuses the filter.
@@ -182,7 +186,7 @@ def filter_calls(*, may_have_threads: bool) -> int | None:
         try:
             listener = make_call("seccomp", _SET_MODE_FILTER, flags, ctypes.byref(filter_))
         except OSError as error:
-            # EBUSY: a process has at most one listener.
+            # EBUSY: the process has a listener already. Try again without.
             if not has_listener or error.errno != errno.EBUSY:
                 raise
         else:
@@ -203,7 +207,7 @@ def make_filter(pid: int, *, may_have_threads: bool, has_listener: bool) -> byte
     """
     values = {
         _OWN_PID: pid,
-        # Under their mask, no flags of `clone` are equal to _ALL, so this forbids threads.
+        # Flags of `clone` under the mask are never equal to _ALL, so _ALL forbids threads.
         _THREAD: _CLONE_THREAD if may_have_threads else _ALL,
         _REFUSED: _NOTIFY if has_listener else _ERRNO | errno.EPERM,
     }
@@ -224,13 +228,14 @@ def refuse_call(listener: int) -> str | None:
     """
     poll = select.poll()
     poll.register(listener, select.POLLIN)
-    # The descriptor of a process that has ended is ready too, but reading it may block.
+    # The listener of a process that has ended is ready too, but without POLLIN: reading may block.
     if not any(events & select.POLLIN for _, events in poll.poll(0)):
         return None
     call = bytearray(_CALL_BYTES)
     try:
         fcntl.ioctl(listener, _RECEIVE, call)
-        # The first number identifies the notification, the second is the number of the system call.
+        # Of `struct seccomp_notif`, take the id of the notification and the number of the system
+        # call.
         ((notification, number),) = struct.iter_unpack("=Q8xi60x", call)
         fcntl.ioctl(listener, _RESPOND, struct.pack("=QqiI", notification, 0, -errno.EPERM, 0))
     except FileNotFoundError:
@@ -242,14 +247,14 @@ def refuse_call(listener: int) -> str | None:
 def _make_filter_template() -> bytes:
     """Make the filter, with placeholders: BPF instructions of 8 bytes each."""
     names = call_names()
-    # Each range of call numbers with the same answer, as its first number and the instructions that
-    # answer. The last range has all numbers beyond the table.
+    # For each range of consecutive call numbers with the same answer, the first number and the
+    # instructions that answer. The last range has all numbers beyond the table.
     ranges: list[tuple[int, list[bytes]]] = []
     for number in range(max(names) + 2):
         instructions = _answer_call(names.get(number, ""))
         if not ranges or ranges[-1][1] != instructions:
             ranges.append((number, instructions))
-    # A call of another machine's architecture has other numbers, so it kills the process.
+    # Calls by the numbers of another architecture (such as 32-bit calls) kill the process.
     code = [
         _instruction(_LOAD, _MACHINE_AT),
         _instruction(_EQUAL, _AUDIT_ARCHITECTURES[os.uname().machine], 1, 0),
@@ -263,6 +268,8 @@ def _make_filter_template() -> bytes:
 def _search_range(ranges: list[tuple[int, list[bytes]]]) -> list[bytes]:
     """Make the instructions that find the range of a call's number by binary search, and answer.
 
+    The number has been loaded before.
+
     Args:
         ranges: the first number of each range, ascending, and the instructions that answer.
     """
@@ -272,7 +279,8 @@ def _search_range(ranges: list[tuple[int, list[bytes]]]) -> list[bytes]:
     first_of_high = ranges[middle][0]
     low = _search_range(ranges[:middle])
     high = _search_range(ranges[middle:])
-    # Only an unconditional jump can skip more than 255 instructions.
+    # For a number in the high half, the jump over the low half is taken; otherwise it is skipped.
+    # Only an unconditional jump can go over more than 255 instructions.
     return [
         _instruction(_AT_LEAST, first_of_high, 0, 1),
         _instruction(_JUMP, len(low)),
@@ -282,7 +290,11 @@ def _search_range(ranges: list[tuple[int, list[bytes]]]) -> list[bytes]:
 
 
 def _answer_call(name: str) -> list[bytes]:
-    """Make the instructions that answer a call; the name "" stands for numbers without a call."""
+    """Make the instructions that answer a call.
+
+    Args:
+        name: name of the call; "" for a number that is not in the table.
+    """
     answer = _ANSWERS[_table()[name]["answer"] if name else "ENOSYS"]
     if name == "socket":
         return _check_arguments([(0, _ALL, [_AF_UNIX])], answer, _KILL)
@@ -306,7 +318,7 @@ def _check_arguments(
         code.append(_instruction(_LOAD, _ARGUMENTS_AT + 4 * word))
         code.append(_instruction(_AND, mask))
         for index, value in enumerate(values):
-            # If equal, jump over the remaining comparisons and the return, to the next word.
+            # If equal, skip the remaining comparisons and the return, to go on with the next word.
             num_skipped = len(values) - index
             code.append(_instruction(_EQUAL, value, num_skipped, 0))
         code.append(_instruction(_RETURN, otherwise))
@@ -318,9 +330,9 @@ def _instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0
     """Encode a BPF instruction in 8 bytes.
 
     Args:
-        operation: what it does.
-        value: its operand.
-        if_true: of a conditional jump, the number of instructions to skip if the condition holds.
+        operation: what the instruction does.
+        value: operand of the operation.
+        if_true: for a conditional jump, the number of instructions to skip if the condition holds.
         if_false: the number of instructions to skip if it does not hold.
     """
     return struct.pack("=HBBI", operation, if_true, if_false, value)

@@ -11,8 +11,8 @@ The input of a call is the list of its arguments, or text with one argument in J
 output of a call is the result, its text in JSON, or (in APPS) a list with the result alone.
 
 A test passes if the program ends by itself, with exit status 0, and prints (or its function
-returns) what is expected. After a test that reaches a time limit or opens a socket, no further test
-is run; the remaining tests count as not passed.
+returns) what is expected. After a test in which the program reaches a time limit or opens a socket,
+no further test is run; the remaining tests count as not passed.
 
 In addition to the score, the result has "pass_rate" (share of the tests that passed), "num_tests",
 and "reason", which describes the first failure ("" if all passed).
@@ -34,14 +34,14 @@ from quadriga.rewards.code.run import Case, CaseRun, run_cases, run_remotely
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?P<language>[\w+#-]*)[^\n]*\n(?P<program>.*?)(?:^[ \t]*```|\Z)", re.M | re.S
 )
-# Values of `CaseRun.status` after which no further test is run.
+# Values of `CaseRun.status` after which no further test of the problem is run.
 _ENDS_PROBLEM = frozenset({"time", "wall", "network"})
 LONGEST_REASON = 300
 TOLERANCE = 1e-6
 _is_close = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 _MAX_SHOWN_CHARS = 80
-# Some limits appear as an exception in the program. Beginning of the last line of its standard
-# error -> the limit:
+# Some limits appear as an exception in the program. Beginning of the last line of the program's
+# standard error -> description of the limit, in which {0} stands for the `ResourceLimits`:
 _FOLDER = "folder limit: more than {0.folder_megabytes} MB or {0.num_files} files"
 _LIMIT_OF_ERROR = {
     "OSError: [Errno 28]": _FOLDER,
@@ -67,15 +67,16 @@ def compute_score(
 
     Args:
         solution_str: the response, with the program.
-        ground_truth: the tests, see the top of this file.
+        ground_truth: the tests, in one of the forms at the top of this file.
         extra_info: not used.
-        use_partial_credit: if not, the score is 1 if all tests pass and 0 otherwise.
+        use_partial_credit: whether the score is the share of tests that pass. Otherwise it is 1 if
+            all tests pass and 0 if not.
         parallel: number of tests to run at the same time.
         total_s: seconds for all tests together; keep it below `reward_model.timeout_s`.
         sandbox_url: address of a Sandbox Fusion server. None: programs run contained on this
             machine.
         language: language of the programs; one other than "python" needs `sandbox_url`.
-        **limits: limits of one test, the fields of `ResourceLimits`.
+        **limits: limits of one test, by the names of the fields of `ResourceLimits`.
 
     Returns:
         "score", "pred" (None), "pass_rate", "num_tests" and "reason".
@@ -100,7 +101,7 @@ def compute_score(
     program = extract_program(solution_str)
     if not program.strip():
         return _make_result(0, len(cases), "the response holds no program", use_partial_credit)
-    # Both return an iterator, so tests that have not begun can be left out.
+    # Both functions return an iterator, so that tests which have not begun can be left out.
     if sandbox_url is None:
         runs = run_cases(program, cases, test_limits, parallel=parallel, total_s=total_s)
     else:
@@ -108,7 +109,7 @@ def compute_score(
             program, cases, test_limits, url=sandbox_url, language=language, parallel=parallel
         )
 
-    # Reasons by number of the test; the test with the lowest number is reported.
+    # Why tests have failed, by the number of the test. The lowest number is reported.
     failures: dict[int, str] = {}
     num_passed = 0
     try:
@@ -123,8 +124,9 @@ def compute_score(
             if run.status in _ENDS_PROBLEM or (failure and not use_partial_credit):
                 break
         else:
+            # No `break`: all runs were read. If some are missing, the time for all tests was over.
             if num_passed + len(failures) < len(cases):
-                # Under a number beyond all tests, so that the failure of a test is reported first.
+                # Stored under a number beyond all tests, so that the failure of a test comes first.
                 failures[len(cases)] = (
                     f"the {total_s:g} s for all {len(cases)} tests were over after {num_passed}"
                 )
@@ -141,7 +143,7 @@ def compute_score(
 
 
 def extract_program(solution_str: str) -> str:
-    """Take the program from a response: its last fenced block, closed or not, or all of it."""
+    """Take the program from a response: the last fenced block, closed or not; without one, all."""
     blocks = list(_FENCE.finditer(solution_str))
     return blocks[-1]["program"] if blocks else solution_str
 
@@ -150,7 +152,7 @@ def why_failed(run: CaseRun, case: Case, limits: ResourceLimits) -> str:
     """Say why a test has not passed.
 
     Args:
-        run: outcome of the test.
+        run: how the program ran on the test.
         case: the test.
         limits: limits of the test.
 
@@ -176,8 +178,13 @@ def why_failed(run: CaseRun, case: Case, limits: ResourceLimits) -> str:
 
 
 def _describe_end(run: CaseRun, limits: ResourceLimits) -> str:
-    """Say why a program did not end by itself with exit status 0."""
-    # An uncaught exception is the last line of the standard error.
+    """Say why a program did not end by itself with exit status 0.
+
+    Args:
+        run: how the program ran on the test; the status is not "ok".
+        limits: limits of the test.
+    """
+    # The last line of the standard error, where Python writes an uncaught exception.
     lines = run.stderr.strip().splitlines()
     error = lines[-1][-LONGEST_REASON:] if lines else ""
     if run.status == "error":
@@ -214,7 +221,7 @@ def _make_result(
 def _read_json(text: str) -> Any:
     """Parse JSON. Raise a ValueError or a RecursionError if Python cannot parse the text."""
     was_collecting = gc.isenabled()
-    # With millions of lists, the garbage collector would take seconds; the value has no cycles.
+    # With millions of lists, the garbage collector would take seconds, to find nothing.
     gc.disable()
     try:
         return json.loads(text)
@@ -238,6 +245,9 @@ def read_cases(ground_truth: Any) -> list[Case]:
     Args:
         ground_truth: the tests, in one of the forms at the top of this file.
 
+    Returns:
+        The tests, at least one.
+
     Raises:
         ValueError: the ground truth has another form, or no tests.
     """
@@ -254,13 +264,13 @@ def read_cases(ground_truth: Any) -> list[Case]:
         if isinstance(tests, Mapping):
             got = f"the keys {sorted(map(str, tests))}"
         raise ValueError(f"ground truth: got {got}, expected a dict with 'inputs' and 'outputs'")
-    # In tables these are arrays of NumPy.
+    # In tables the values are NumPy's arrays.
     inputs = list(tests["inputs"])
     outputs = list(tests["outputs"])
     if len(inputs) != len(outputs) or not inputs:
         raise ValueError(
             f"ground truth: got {len(inputs)} inputs and {len(outputs)} outputs, "
-            "expected one of each"
+            "expected one output for each input, and at least one"
         )
     name = tests.get("fn_name")
     cases = []
@@ -271,7 +281,7 @@ def read_cases(ground_truth: Any) -> list[Case]:
             cases.append(Case({"input": _read_text(value)}, _read_text(output)))
     if not name:
         return cases
-    # The supervisor and the comparison need JSON.
+    # The supervisor gets the inputs as JSON, and results are compared as JSON values.
     try:
         json.dumps([case.test_input for case in cases])
         json.dumps(outputs, default=methodcaller("tolist"))
@@ -285,9 +295,9 @@ def read_cases(ground_truth: Any) -> list[Case]:
 def is_same_text(printed: str, expected: str) -> bool:
     """Whether a program's output is the expected one.
 
-    Spaces at the ends of lines and empty lines at the end are ignored. An expected number with a
-    decimal point or an exponent also matches numbers that differ by at most 1e-6 (absolutely or
-    relatively).
+    Lines are compared word by word, so white space within them does not matter; empty lines at the
+    end do not either. An expected number with a decimal point or an exponent also matches numbers
+    that differ by at most 1e-6 (absolutely or relatively).
 
     Args:
         printed: output of the program.
@@ -302,7 +312,8 @@ def is_same_text(printed: str, expected: str) -> bool:
         return False
     for line, expected_line in zip(lines, expected_lines, strict=True):
         expected_words = expected_line.split()
-        # At most one word more than expected, since a program may print a very long line.
+        # Split off no more words than needed to see that there are too many: a program may print a
+        # very long line.
         words = line.split(maxsplit=len(expected_words))
         if words == expected_words:
             continue
@@ -323,10 +334,11 @@ def is_same_result(result: Any, expected: Any) -> bool:
     Returns:
         Whether they are the same.
     """
-    # What the expected output may mean: itself, the value of its JSON text, or its only element.
+    # What the expected output may mean: itself; the value, if it is JSON text; and of both their
+    # only element, if they have just one.
     readings = [expected]
     if isinstance(expected, str):
-        # Text that is not JSON can only be the result itself.
+        # Text that is not JSON can only mean itself.
         with suppress(ValueError, RecursionError):
             readings.append(_read_json(expected))
     for reading in list(readings):
@@ -336,7 +348,7 @@ def is_same_result(result: Any, expected: Any) -> bool:
 
 
 def _is_same_word(word: str, expected: str) -> bool:
-    """Whether two words are the same, or about the same number."""
+    """Whether a word is the expected one, or a number close to an expected decimal number."""
     if word == expected:
         return True
     if not any(mark in expected for mark in ".eE"):
@@ -348,13 +360,13 @@ def _is_same_word(word: str, expected: str) -> bool:
 
 
 def _is_same_value(value: Any, expected: Any) -> bool:
-    """Compare a value read from JSON with the expected one, whose types may be NumPy's."""
-    # Not recursive, because lists may be nested more deeply than Python's stack allows.
+    """Whether a value read from JSON is the expected one, whose types may be NumPy's."""
+    # A loop and no recursion, because lists may be nested more deeply than Python's stack allows.
     pairs = [(value, expected)]
     while pairs:
         value, expected = pairs.pop()
         if hasattr(expected, "tolist"):
-            # Tables of ground truths have NumPy's arrays and numbers.
+            # Ground truths in tables have NumPy's arrays and numbers.
             expected = expected.tolist()
         if isinstance(expected, list | tuple):
             if not isinstance(value, list) or len(value) != len(expected):
@@ -372,7 +384,7 @@ def _is_same_value(value: Any, expected: Any) -> bool:
 
 
 def _is_same_scalar(value: Any, expected: Any) -> bool:
-    """Compare two values that are neither lists nor dictionaries."""
+    """Whether two values without elements are the same, or, as floats, about the same."""
     if not isinstance(value, float) and not isinstance(expected, float):
         return value == expected
     if not isinstance(value, int | float) or not isinstance(expected, int | float):
@@ -384,7 +396,7 @@ def _is_same_scalar(value: Any, expected: Any) -> bool:
 
 
 def _read_text(value: Any) -> str:
-    """Read the input or output of a program: text, or a list of lines."""
+    """Read the input or output of a program: text, or a list of lines; else raise a ValueError."""
     if not isinstance(value, str | list | tuple):
         raise ValueError(
             f"ground truth: got {type(value).__name__} as a test's input or output, "
@@ -392,6 +404,7 @@ def _read_text(value: Any) -> str:
         )
     try:
         text = value if isinstance(value, str) else "\n".join(map(str, value))
+        # The supervisor encodes it in the same way.
         text.encode("utf-8", "surrogateescape")
     except (ValueError, RecursionError) as error:
         raise ValueError(
@@ -401,7 +414,11 @@ def _read_text(value: Any) -> str:
 
 
 def _read_arguments(value: Any) -> list[Any]:
-    """Read the arguments of a call: a list, or text with one in JSON per line."""
+    """Read the arguments of a call: a list, or text with one argument in JSON per line.
+
+    Raises:
+        ValueError: the arguments have another form.
+    """
     if isinstance(value, str):
         try:
             return [json.loads(line) for line in value.splitlines() if line.strip()]

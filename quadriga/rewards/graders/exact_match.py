@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grades a response that as a whole must equal an accepted answer, apart from white space."""
+"""Grades by whether the whole response equals an accepted answer, apart from white space."""
 
 from typing import Any
 

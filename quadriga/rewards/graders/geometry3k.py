@@ -39,7 +39,7 @@ def compute_score(
     answer = math.compute_score(solution_str, ground_truth, extra_info)
     acc = 0.0
     pred = None
-    # Without a box, `math` would take an answer from anywhere in the text.
+    # Without a box, `math` takes an answer from elsewhere in the text, which does not count here.
     if "\\boxed" in solution_str:
         acc = answer["score"]
         pred = answer["pred"]

@@ -29,6 +29,7 @@ def extract_solution(
         ValueError: the method is unknown.
     """
     if method == "strict":
+        # `mark` is empty if the response does not have it.
         _, mark, tail = solution_str.rpartition(MARK)
         return leading_number(tail) if mark else None
     if method == "flexible":

@@ -4,7 +4,7 @@
 The last `\\boxed{...}` of a response is its answer; without a box, the answer that math-verify
 finds at the end of the text. (math-verify itself would read all boxes of a line as one answer of
 several parts.) Only the last 4,000 characters of a text without a box are read, because the time of
-math-verify grows with their square; a longer box counts as no answer.
+math-verify grows with the square of their number. A box of more characters counts as no answer.
 
 math-verify reads a word as a product of its letters, ignores a relation at the beginning ("\\neq
 5"), takes the parts of a pair in any order, and takes numbers for equal if their difference is
@@ -44,8 +44,8 @@ _WORD = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf)\{)?([A-Za-z]{3,})\}?")
 _RELATION = re.compile(r"\s*(?:[<>\u2260\u2264\u2265]|\\(?:neq?|leq?|geq?|lt|gt|not)(?![A-Za-z]))")
 
 
-# True while this module calls the library. The functions of the library that are replaced below
-# behave as usual for other callers in the process.
+# True while this module calls the library. Some functions of the library are replaced below; for
+# other callers in the process they behave as usual.
 _is_grading: ContextVar[bool] = ContextVar("is_grading", default=False)
 # The library warns that its own time limits are off. `cpu_limit` replaces them.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -54,7 +54,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 class UngradableError(BaseException):
     """An expression is beyond the bounds.
 
-    Not an `Exception`, because the library catches those and goes on.
+    Not an `Exception`, because the library catches exceptions and goes on.
     """
 
 
@@ -80,8 +80,8 @@ def compute_score(
     try:
         with _limited_grading():
             answers = _parse(text)
-            # For majority voting, a number is written by its value and any other answer as in the
-            # response. Evaluating an expression such as 9^{9^9} might never end.
+            # "pred", for majority voting, is the value of a number, and any other answer as the
+            # response writes it: to evaluate an expression such as 9^{9^9} might never end.
             answer_text = _first_text(answers)
             if answer_text is not None:
                 result["pred"] = " ".join(answer_text.split())
@@ -97,7 +97,12 @@ def compute_score(
 
 @contextmanager
 def _limited_grading() -> Iterator[None]:
-    """Context manager: limit the CPU time, and the expressions that the library evaluates."""
+    """Context manager: limit the CPU time of the library, and refuse expressions beyond the bounds.
+
+    Raises:
+        CPULimitError: the body takes more than `CPU_LIMIT_S`.
+        UngradableError: an expression is beyond the bounds.
+    """
     token = _is_grading.set(True)
     try:
         with cpu_limit(CPU_LIMIT_S):
@@ -107,7 +112,7 @@ def _limited_grading() -> Iterator[None]:
 
 
 def _answer_text(solution_str: str) -> str:
-    """Take the part of a response that holds the answer; "" if there is none."""
+    """Take the part of a response that holds the answer, rewritten by `plain_math`; "" for none."""
     box = last_box(solution_str)
     if box is not None and len(box) <= MAX_CHARS:
         return f"\\boxed{{{plain_math(box)}}}"
@@ -118,7 +123,7 @@ def _answer_text(solution_str: str) -> str:
 
 
 def _parse(text: str) -> list[Any]:
-    """Parse a text: an expression and its text for each reading that the library finds."""
+    """Parse a text into the readings that the library finds: expressions, and their texts."""
     return parse(text, _EXTRACTION, parsing_timeout=None, raise_on_error=True)
 
 
@@ -133,7 +138,7 @@ def _parse_truth(ground_truth: str) -> list[Any]:
     try:
         with _limited_grading():
             truth = _parse(plain_math(text))
-            # Only for its errors: a truth that cannot be compared with itself cannot be compared
+            # Called for its error: a truth that cannot be compared with itself cannot be compared
             # with any response.
             _is_same(truth, truth)
     except (Exception, CPULimitError, UngradableError) as error:
@@ -146,7 +151,7 @@ def _parse_truth(ground_truth: str) -> list[Any]:
 def _is_same(truth: list[Any], answers: list[Any]) -> bool:
     """Whether any reading of the answer equals any reading of the truth.
 
-    An error of comparing two readings is raised only if no other pair is equal.
+    An error in comparing two readings is raised only if no other pair of readings is equal.
     """
     first_failure: Exception | None = None
     for true_reading, reading in product(truth, answers):
@@ -192,20 +197,21 @@ def _compare_also_by_ratio(are_equal: Callable[..., bool]) -> Callable[..., bool
         size = abs(a.evalf())
         if not size.is_Float or size > MAX_SMALL_NUMBER:
             return True
-        # Decimal numbers may be rounded; exact expressions may not.
+        # Decimal numbers may have been rounded; exact expressions have not.
         tolerance = 1e-2 if a.atoms(Float) or b.atoms(Float) else 1e-12
         return bool(abs(a.evalf() - b.evalf()) <= tolerance * size)
 
     return compare
 
 
+# Replace the parsers and the comparison of numbers in the library.
 for _name in ("parse_latex_cached", "parse_expr_cached"):
     setattr(library_parser, _name, _refuse_beyond_bounds(getattr(library_parser, _name)))
 library_grader.sympy_numeric_eq = _compare_also_by_ratio(library_grader.sympy_numeric_eq)
 
 
 def _first_text(readings: list[Any]) -> str | None:
-    """The first reading that is a text, which is the answer as it was written."""
+    """The first reading that is a text: the answer as it was written. None: there is no answer."""
     for reading in readings:
         if isinstance(reading, str):
             return reading
@@ -229,15 +235,20 @@ def _differ_in_form(truth: list[Any], answers: list[Any]) -> bool:
         is_long = max(len(true_word[1]), len(word[1])) > 3
         if is_long or not f"{true_text}{text}".islower():
             return true_word[1].casefold() != word[1].casefold()
-    # Only one of them begins with a relation.
+    # Only one of the two begins with a relation.
     if bool(_RELATION.match(true_text)) != bool(_RELATION.match(text)):
         return True
-    # One is a pair, the other a set.
-    return {_first_character(true_text, truth), _first_character(text, answers)} == {"a set", "("}
+    # One of the two is a pair, the other a set.
+    return {_brackets(true_text, truth), _brackets(text, answers)} == {"set", "pair"}
 
 
-def _first_character(text: str, readings: list[Any]) -> str:
-    """First character of an answer, such as "(" of a pair; "a set" for a set of several elements."""
+def _brackets(text: str, readings: list[Any]) -> str:
+    """Kind of an answer by its brackets: "set" (of several elements), "pair" or "other".
+
+    Args:
+        text: the answer as it was written; "" if there is none.
+        readings: readings of the answer.
+    """
     if text.startswith("\\{") and isinstance(readings[0], FiniteSet) and len(readings[0]) > 1:
-        return "a set"
-    return text[:1]
+        return "set"
+    return "pair" if text.startswith("(") else "other"

@@ -5,8 +5,8 @@ Without such a line the last `\\boxed{...}` is the answer. Two answers are the s
 
 1. if their texts are the same apart from white space, `$`, units as text, `\\left` and the like, or
    if both are the same number; else
-2. if math-verify finds that they mean the same (`graders/math.py`). Without this package, or with
-   `use_symbols=False`, only 1 counts.
+2. if math-verify finds that they mean the same (`graders/math.py`). If the package math-verify is
+   not installed, or with `use_symbols=False`, only rule 1 counts.
 """
 
 import re
@@ -62,6 +62,7 @@ def compute_score(
     text = normalize(answer)
     is_right = text == truth
     ungradable = ""
+    # The same number may be written in two ways, as in 1,000 and 1000.
     if not is_right and _PLAIN_NUMBER.fullmatch(text) and _PLAIN_NUMBER.fullmatch(truth):
         numbers = find_numbers(text)
         is_right = len(numbers) == 1 and numbers == find_numbers(truth)
@@ -74,7 +75,7 @@ def compute_score(
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """Read the answer after the last "Answer:" near the end, or else the last box.
+    """Read the answer after the last "Answer:" near the end, or else the last box there.
 
     Returns:
         The answer; None if there is neither.
@@ -83,6 +84,7 @@ def extract_answer(solution_str: str) -> str | None:
     lines = _ANSWER.findall(text)
     if lines:
         text = lines[-1]
+    # A box in the line after "Answer:" holds the answer, too.
     box = last_box(text)
     if box is not None:
         return box
@@ -94,7 +96,7 @@ def normalize(text: str) -> str:
     box = last_box(text)
     text = _TEXT.sub(r"\1", plain_math(text if box is None else box))
     text = _FRACTION.sub(r"\\frac", _LEFT_OUT.sub("", text))
-    # "x = 5" has the answer 5, but "x >= 5" is an answer itself.
+    # "x=5", with a short name, has the answer 5, but "x>=5" is an answer itself.
     name, mark, value = text.rpartition("=")
     if mark and len(name) <= 2 and not name.endswith(("<", ">", "!")):
         text = value

@@ -6,7 +6,7 @@ case, without punctuation, without the articles a, an and the, and with single b
 
     em         the answer is one of the accepted answers
     sub_match  the answer contains one of the accepted answers, as whole words
-    f1         F1 of the words that the answer shares with the nearest accepted answer
+    f1         F1 of the words that the answer shares with an accepted answer; the best of these
 
 One metric is the score; all three are returned and logged separately.
 """
@@ -31,7 +31,7 @@ def compute_score(
     metric: Literal["em", "sub_match", "f1"] = "em",
     format_score: float = 0.0,
 ) -> dict[str, Any]:
-    """Score the answer in tags by one of the metrics; 0 without an answer in tags.
+    """Score the answer in tags by one of the metrics. The score is 0 without an answer in tags.
 
     Args:
         solution_str: the response.
@@ -58,11 +58,12 @@ def compute_score(
     words = answer.split()
     f1 = 0.0
     for text in accepted:
-        # Harmonic mean of precision and recall over words. A repeated word counts as often as it is
-        # in both.
+        # Harmonic mean of precision and recall over words. A repeated word counts as often as both
+        # answers have it.
         accepted_words = text.split()
         num_common = (Counter(words) & Counter(accepted_words)).total()
         f1 = max(f1, 2 * num_common / (len(words) + len(accepted_words)))
+    # Compared with a blank on both sides, so that only whole words match.
     sub_match = any(f" {text} " in f" {answer} " for text in accepted)
     values = {"em": float(answer in accepted), "sub_match": float(sub_match), "f1": f1}
     return {"score": values[metric] or format_score, **values, "pred": answer}
@@ -78,7 +79,7 @@ def _accepted_answers(ground_truth: Any) -> list[str]:
     if hasattr(target, "tolist"):
         target = target.tolist()
     texts = [target] if isinstance(target, str) else target
-    # Empty for a ground truth of any other form.
+    # Stays empty for a ground truth of any other form.
     accepted = []
     if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
         accepted = [normalize(text) for text in texts]

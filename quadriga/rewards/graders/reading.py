@@ -43,7 +43,7 @@ _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 
 
 def find_numbers(text: str) -> list[Decimal]:
-    """Find all numbers of a text, in order."""
+    """Find all decimal numbers in a text, in order."""
     return [
         _decimal(match["digits"], is_negative=bool(match["sign"]))
         for match in _NUMBER.finditer(text)
@@ -51,7 +51,10 @@ def find_numbers(text: str) -> list[Decimal]:
 
 
 def leading_number(text: str) -> Decimal | None:
-    """Read the number at the start of a text, after blanks and a currency sign; None if there is none."""
+    """Read the number at the start of a text; None if there is none.
+
+    Blanks, marks of Markdown, a sign and a currency sign may precede the digits.
+    """
     match = _LONE_NUMBER.match(text)
     if match is None:
         return None
@@ -62,7 +65,7 @@ def true_number(ground_truth: object) -> Decimal:
     """Read a ground truth that is a number.
 
     Raises:
-        ValueError: it is no number, so every answer would silently score 0.
+        ValueError: the ground truth is no number. Every answer would silently score 0.
     """
     number = leading_number(str(ground_truth))
     if number is None:
@@ -71,7 +74,10 @@ def true_number(ground_truth: object) -> Decimal:
 
 
 def plain_text(number: Decimal | None) -> str | None:
-    """Write a number in a canonical form: "7", "7.0" and "7.00" are one answer in a majority vote."""
+    """Write a number in a canonical form, so that 7.0 and 7.00 are one answer in a majority vote.
+
+    None stands for no answer, and stays None.
+    """
     if number is None:
         return None
     return "0" if number == 0 else format(number.normalize(_EXACT), "f")
@@ -80,7 +86,7 @@ def plain_text(number: Decimal | None) -> str | None:
 def _decimal(digits: str, *, is_negative: bool) -> Decimal:
     """Convert matched digits, which may have thousands separators, to a number."""
     number = Decimal(digits.replace(",", ""))
-    # Exact, whereas `-number` rounds to the precision of the context.
+    # `copy_negate` is exact, whereas `-number` rounds to the precision of the decimal context.
     return number.copy_negate() if is_negative else number
 
 
@@ -113,6 +119,7 @@ def last_box(text: str) -> str | None:
     begin = start + len("\\boxed{")
     depth = 1  # number of open braces
     for position in range(begin, len(text)):
+        # A brace after a backslash is a character of the answer.
         if text[position] in "{}" and text[position - 1] != "\\":
             depth += 1 if text[position] == "{" else -1
             if depth == 0:

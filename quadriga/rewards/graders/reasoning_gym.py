@@ -8,7 +8,7 @@ tuple, which some scorers distinguish from a list. The answer is the text in the
 tags of the response, or the whole response if there are none.
 
 Some scorers raise an error on an answer that they cannot parse (prime_factorization on "foo bar",
-coin_flip on "1e400"). That is a wrong answer. If the scorer cannot judge the entry's own answer
+coin_flip on "1e400"). Such an answer is wrong. If the scorer cannot judge the entry's own answer
 either, or misses a key of the entry, the row is at fault and the error is raised. In the same way,
 an answer is wrong if the scorer takes more than `CPU_LIMIT_S` of CPU time for it but less for the
 entry's own answer; then "ungradable" in the result gives the reason.
@@ -47,7 +47,10 @@ class MissingKeyError(KeyError):
 
 
 class _Record(dict[str, Any]):
-    """A dict whose missing keys raise another error than those of a parsed answer."""
+    """A dict that raises MissingKeyError for a missing key.
+
+    So a key that an entry lacks is told apart from one that a scorer misses in a parsed answer.
+    """
 
     def __missing__(self, key: str) -> Any:
         raise MissingKeyError(
@@ -80,7 +83,7 @@ def compute_score(
     """
     entry = _read_entry(ground_truth, extra_info or {})
     name = task or (entry.get("metadata") or {}).get("source_dataset") or ""
-    # Not found by the library's own function, which takes quadratic time.
+    # The library's own function for this takes quadratic time.
     tagged = last_answer(solution_str)
     answer = (solution_str if tagged is None else tagged).strip()
     scorer = _scorer(name)
@@ -89,11 +92,13 @@ def compute_score(
         with cpu_limit(CPU_LIMIT_S):
             result["score"] = float(scorer(answer=answer, entry=entry))
     except MissingKeyError:
+        # It is a LookupError, too, and must not count as a wrong answer.
         raise
     except (*_PARSING_ERRORS, CPULimitError, MemoryError) as error:
         if not isinstance(error, _PARSING_ERRORS):
             result["ungradable"] = f"{type(error).__name__}: {error}"
-        # If the entry is at fault and not the answer, scoring the entry's own answer fails too.
+        # If the entry is at fault and not the answer, scoring the entry's own answer raises an
+        # error too, which is passed on.
         reference = entry.get("answer")
         if reference is None:
             reference = _EMPTY_ANSWER
@@ -113,7 +118,7 @@ def _read_entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Rec
     Raises:
         ValueError: the row has no entry, or one of another form.
     """
-    # Either the whole entry, or only its metadata, beside which the row has question and answer.
+    # `extra_info` has the whole entry, or the metadata alone, with question and answer elsewhere.
     key = "entry"
     if extra_info.get(key) is None:
         key = "metadata"

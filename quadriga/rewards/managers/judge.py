@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grading by a model on another server: it gets a prompt, and the score is a number in its reply.
+"""Grading by a model on another server, the judge: it gets a prompt, and replies with a number.
 
 Any server with OpenAI's chat completions can be used. Options (`reward_model.reward_kwargs`) are
 the fields of `Judge` (`url`, `model`, `api_key_env`, `requests_per_minute`, `max_concurrency`,
@@ -8,10 +8,10 @@ the fields of `Judge` (`url`, `model`, `api_key_env`, `requests_per_minute`, `ma
     prompt      text in which {solution_str} (or {solution_with_special_tokens}), {ground_truth},
                 {data_source} and {extra_info.NAME} are filled in
     range       [lowest, highest] score, by default [0, 1]
-    pattern     regular expression whose first group is the number; all its matches must have the
-                same number. Without a pattern the judge is asked to end with a line "Score: X", and
-                only a last line of this form counts
-    components  instead of one prompt, several named ones, one request each:
+    pattern     regular expression whose first group is the number; all matches in a reply must have
+                the same number. Without a pattern the judge is asked to end with a line "Score: X",
+                and only a last line of this form counts
+    components  instead of one prompt, several named prompts, with one request each:
                 {NAME: {prompt, range, pattern, weight}}
 
 With components the score is their weighted sum, and each is logged as reward/extra/NAME.
@@ -52,7 +52,7 @@ _ENDING = (
     "X being a number from {:g} to {:g}:\nScore: X"
 )
 _QUESTION_KEYS = ("prompt", "range", "pattern")
-# To estimate the tokens of a request, until the server has counted them.
+# By this, the tokens of a request are estimated until the server has counted them.
 _CHARS_PER_TOKEN = 3
 _WHERE = "reward_model.reward_kwargs"
 _ONLY_SCORE = "judge_score"  # name of the score of a single prompt
@@ -61,13 +61,13 @@ _PROMPT_PLACE = re.compile(
 )
 
 
-@dataclass(eq=False)  # two requests may have equal values
+@dataclass(eq=False)  # compared by identity: two requests may have equal values
 class WindowEntry:
     """A request that counts towards a rate limit.
 
     Attributes:
-        sent_at: when it was sent, in seconds of the limit's clock.
-        num_tokens: number of its tokens, at first an estimate.
+        sent_at: when the request was sent, in seconds of `RateLimit.clock`.
+        num_tokens: number of tokens of prompt and reply, at first an estimate.
     """
 
     sent_at: float
@@ -82,8 +82,9 @@ class RateLimit:
         requests_per_minute: largest number of requests. None: no limit.
         tokens_per_minute: largest number of tokens, of prompts and replies together. None: no
             limit.
-        clock: the current time in seconds.
-        wait: waits on a condition for a number of seconds of the clock, or until it is notified.
+        clock: returns the current time in seconds.
+        wait: waits on a condition for some seconds of the clock, or until the condition is
+            notified.
     """
 
     requests_per_minute: int | None = None
@@ -101,7 +102,7 @@ class RateLimit:
         """Wait until there is room for a request.
 
         Args:
-            num_tokens: estimated number of its tokens.
+            num_tokens: estimated number of tokens of the request.
             deadline: time of the clock at which to give up.
 
         Returns:
@@ -113,6 +114,7 @@ class RateLimit:
         with self._changed:
             while True:
                 now = self.clock()
+                # Drop the requests that are older than a minute.
                 while self._window and self._window[0].sent_at <= now - WINDOW_S:
                     self._num_tokens -= self._window.popleft().num_tokens
                 if self._has_room(num_tokens):
@@ -121,7 +123,7 @@ class RateLimit:
                     raise TimeoutError(
                         "the judge's limit on requests or tokens per minute left no room in time"
                     )
-                # Until the oldest request leaves the window. `settle` may make room before that.
+                # Wait until the oldest request is a minute old. `settle` may make room before that.
                 next_room_at = self._window[0].sent_at + WINDOW_S
                 self.wait(self._changed, min(next_room_at, deadline) - now)
             entry = WindowEntry(now, num_tokens)
@@ -132,7 +134,7 @@ class RateLimit:
     def _has_room(self, num_tokens: int) -> bool:
         """Whether a request of so many tokens may be sent now. The caller holds the lock."""
         if not self._window:
-            # Otherwise a request with more tokens than the limit would wait forever.
+            # A request with more tokens than the limit would wait forever, so it is sent alone.
             return True
         if self.requests_per_minute is not None and len(self._window) >= self.requests_per_minute:
             return False
@@ -144,7 +146,7 @@ class RateLimit:
 
         Args:
             entry: entry of the request, from `acquire`.
-            num_tokens: number of its tokens.
+            num_tokens: the number that the server has counted.
         """
         with self._changed:
             # The request may have left the window already.
@@ -190,6 +192,7 @@ class Judge:
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
+        # Check the numbers among the fields.
         for field in fields(self):
             value = getattr(self, field.name)
             is_unset = value is None and field.default is None
@@ -197,7 +200,7 @@ class Judge:
                 continue
             is_time = field.name.endswith("_s")
             number_type = float | int if is_time else int
-            # Without the check, `True` would count as 1.
+            # `True` would count as 1, so it is refused.
             if not isinstance(value, number_type) or isinstance(value, bool) or value <= 0:
                 kind = "seconds" if is_time else "a whole number"
                 raise ConfigError(
@@ -237,9 +240,10 @@ class Judge:
             RewardError: the server refuses, no attempt had a reply, or the reply has no text.
         """
         deadline = time.monotonic() + self.timeout_s
-        # An estimate, until the server has counted the tokens.
+        # Estimate the tokens of prompt and reply, until the server has counted them.
         num_chars = sum(len(message["content"]) for message in messages)
         num_tokens = num_chars // _CHARS_PER_TOKEN + self.max_tokens
+        # Entries of all attempts in the window of the rate limit.
         entries = []
 
         def before_attempt() -> None:
@@ -261,7 +265,7 @@ class Judge:
         )
         num_counted = (reply.get("usage") or {}).get("total_tokens")
         if isinstance(num_counted, int):
-            # Only the last attempt had a reply. Estimates remain for the others.
+            # Only the last attempt had a reply. For the others the estimates remain.
             self._limit.settle(entries[-1], num_counted)
         try:
             text = reply["choices"][0]["message"]["content"]
@@ -277,13 +281,13 @@ class Judge:
 
 
 class JudgeQuestion(NamedTuple):
-    """A question about a sample for the judge.
+    """A question to the judge about each sample, which gives one score.
 
     Attributes:
         name: name of the score.
         prompt: text with places such as {solution_str}.
-        pattern: regular expression for the score in the reply. None: the judge is asked for a last
-            line with the score.
+        pattern: regular expression whose first group is the score in the reply. None: the judge is
+            asked for a last line with the score.
         weight: weight of the score in the sum.
         min_score: lowest score.
         max_score: highest score.
@@ -314,17 +318,18 @@ class JudgeQuestion(NamedTuple):
         """Read the score in a judge's reply.
 
         Raises:
-            ValueError: the reply has no score, several, or one that is out of range.
+            ValueError: the reply has no score, several different scores, or one out of range.
         """
-        # The end of a reply is where its score usually is.
+        # For errors: the score is usually at the end of a reply.
         got = f"judge's reply: got ...{reply[-200:]!r}"
         if self.pattern is None:
-            # The line is short, so the end of the reply is enough.
+            # The line is short, so only the end of the reply is searched.
             numbers = _SCORE_LINE.findall(reply.rstrip()[-100:])
             expected = "a last line 'Score: X'"
         else:
-            numbers = [match[1] for match in re.finditer(self.pattern, reply)]
-            expected = f"a match of {self.pattern!r}"
+            # An optional group may have no part in a match.
+            numbers = [match[1] for match in re.finditer(self.pattern, reply) if match[1]]
+            expected = f"a match of {self.pattern!r}, with a number as its first group"
         scores = {float(number) for number in numbers}
         if not scores:
             raise ValueError(f"{got}, expected {expected}")
@@ -383,7 +388,13 @@ class JudgeRewardManager(SampleManager):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _grade(self, round_: GradingRound, key: int, row: dict[str, Any]) -> None:
-        """Ask all questions about one sample and record its outcome; runs in a thread."""
+        """Ask all questions about one sample and record its outcome; runs in a thread.
+
+        Args:
+            round_: the round of the sample.
+            key: position of the sample in the round.
+            row: entry of `Samples.rows`.
+        """
         if round_.done.done():
             return
         scores = {}
@@ -397,7 +408,7 @@ class JudgeRewardManager(SampleManager):
         except (RewardError, TimeoutError, ValueError) as error:
             round_.record(key, error_outcome(error))
         except BaseException as error:
-            # Nobody waits for this thread's future, so the round has to end with the error.
+            # Nobody reads the result of this thread, so the error has to end the round.
             round_.end(error)
             raise
 
@@ -406,15 +417,16 @@ def _value_of_place(row: dict[str, Any], place: str) -> str:
     """Look up the text for a place in a prompt.
 
     Args:
-        row: facts of the sample.
-        place: `column` or `extra_info.NAME`.
+        row: entry of `Samples.rows`.
+        place: name of an entry of the row, or `extra_info.NAME`.
 
     Raises:
         ValueError: the row's `extra_info` lacks the entry.
     """
     column, _, name = place.partition(".")
     if not name:
-        # Callers of `grade_one` may leave out the text with special tokens.
+        # Only the text with special tokens may be missing, if `grade_one` is called without it.
+        # Then the text without them stands in for it.
         return str(row.get(column, row["solution_str"]))
     if name not in row[column]:
         raise ValueError(
@@ -424,7 +436,11 @@ def _value_of_place(row: dict[str, Any], place: str) -> str:
 
 
 def _read_questions(kwargs: dict[str, Any]) -> list[JudgeQuestion]:
-    """Read the questions from the manager's options. Raise a ConfigError if they are wrong."""
+    """Read the questions from the manager's options: one, or one for each component.
+
+    Raises:
+        ConfigError: an option is missing or wrong.
+    """
     components = kwargs.get("components")
     if (components is None) == (kwargs.get("prompt") is None):
         got = "neither" if components is None else "both"
@@ -448,7 +464,7 @@ def _read_question(name: str, settings: Any, where: str) -> JudgeQuestion:
     Args:
         name: name of the score.
         settings: prompt, and optionally range, pattern and weight.
-        where: key whose entries the options are, for errors.
+        where: configuration key of the options, for errors.
 
     Raises:
         ConfigError: an option is wrong.
@@ -459,7 +475,7 @@ def _read_question(name: str, settings: Any, where: str) -> JudgeQuestion:
             got=repr(settings),
             expected="a dict with prompt, and optionally range, pattern and weight",
         )
-    # Everything is checked at the start: an error in a run would count for every sample.
+    # Options are checked here, at the start: later, the error would occur with every sample.
     pattern = settings.get("pattern")
     try:
         has_group = pattern is None or re.compile(pattern).groups > 0

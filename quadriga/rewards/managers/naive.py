@@ -29,25 +29,25 @@ from quadriga.rewards.registry import Grading, register
 from quadriga.rewards.samples import SampleManager, Samples
 from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
 
-# The outcome of a sample that a reward model or the environment grades.
+# The outcome of a sample that a reward model or the environment grades instead of a score function.
 NO_GRADE = Outcome(0.0, {}, "", "graded")
 _WHERE = "reward_model.reward_kwargs"
-# Built-in graders limit their own CPU time. Their time limit is this many times
-# `reward_model.timeout_s`, since a score must not depend on how busy the machine is.
+# Built-in graders limit their own CPU time. By the clock they get this many times
+# `reward_model.timeout_s`, because a score must not depend on how busy the machine is.
 BUILT_IN_PATIENCE = 10
 _MAX_SHOWN_TOKENS = 5
 
 
 def special_token_notice(tokenizer: Any, accepted: Collection[str]) -> tuple[str, ...]:
-    """Make a notice if a function gets texts without special tokens that may matter to it.
+    """Make a notice if a score function does not see special tokens that may matter to it.
 
     Args:
         tokenizer: tokenizer of the policy.
         accepted: names of the arguments that the function is called with.
 
     Returns:
-        One sentence; empty if the function also takes the texts with special tokens, or if the
-        tokenizer has none but those for ends and padding.
+        One sentence. Empty if the function also takes the texts with special tokens, or if the
+        tokenizer has no special tokens other than those for beginning, end and padding.
     """
     if not {*OPTIONAL_ARGUMENTS, *OPTIONAL_ARGUMENTS.values()}.isdisjoint(accepted):
         return ()
@@ -75,7 +75,7 @@ class NaiveRewardManager(SampleManager):
         function: the score function.
         has_grades: whether the score function is used. If not, a reward model or the environment
             grades, and the scores of this manager are 0 plus what `shaped` adds.
-        is_batch: whether one call of the score function grades all samples.
+        is_batch: whether one call of the score function grades all samples of a batch.
     """
 
     grades_early = True
@@ -100,13 +100,15 @@ class NaiveRewardManager(SampleManager):
 
     def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         if self.function.path is None and self.has_grades:
-            # Each data source is checked once. In reversed order, its first place is what remains.
+            # Check each data source once, for the error with its first row: in reversed order,
+            # later entries of the dictionary overwrite earlier ones.
             first_places = {data_source: place for place, data_source, _ in reversed(rows)}
             for data_source, place in first_places.items():
                 grader_name(data_source, f"{place}, its data source")
         super().check_rows(rows)
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
+        # Without a score function, every sample has an outcome already, so none is graded.
         if not self.has_grades:
             early_outcomes = [None] * len(data) if outcomes is None else outcomes
             outcomes = [outcome or NO_GRADE for outcome in early_outcomes]
@@ -122,7 +124,7 @@ class NaiveRewardManager(SampleManager):
         timeout_s = self.settings.timeout_s
         if self.function.path is None:
             timeout_s *= BUILT_IN_PATIENCE
-            # Raises for an unknown data source, before a process is started.
+            # Called for its error about an unknown data source, before a process is started.
             for data_source in dict.fromkeys(row["data_source"] for row in rows):
                 grader_name(data_source)
         arguments = [self.function.arguments_of(row) for row in rows]
@@ -217,7 +219,7 @@ def overlong_penalty(
         buffer_config: option `overlong_buffer_cfg`.
 
     Returns:
-        The penalty, 0 or negative, and the entries to log.
+        The penalty, 0 or negative, and the entries to log, by name.
 
     Raises:
         ConfigError: an option is wrong.
@@ -229,7 +231,8 @@ def overlong_penalty(
     if not options["enable"]:
         return 0.0, {}
     buffer_length = options["len"]
-    # Tokens past the start of the buffer, where the penalty starts; negative for a short response.
+    # Tokens beyond `max_length - buffer_length`, where the penalty begins; negative for short
+    # responses.
     excess = length - (max_length - buffer_length)
     penalty = min(0.0, -excess / buffer_length * options["penalty_factor"])
     if not options["log"]:
@@ -257,7 +260,7 @@ class DapoRewardManager(NaiveRewardManager):
         kwargs = config.reward_model.reward_kwargs
         self._max_length = kwargs.get("max_resp_len")
         self._buffer_config = kwargs.get("overlong_buffer_cfg") or {}
-        # Raises if an option is wrong.
+        # Called for its error if an option is wrong.
         overlong_penalty(0, self._max_length, self._buffer_config)
         super().__init__(config, tokenizer)
 
@@ -276,7 +279,7 @@ class DapoRewardManager(NaiveRewardManager):
             if not outcome.error:
                 penalty, entries = overlong_penalty(length, self._max_length, self._buffer_config)
                 extra = {}
-                # Without a grader there is no accuracy.
+                # Without a score function there is no accuracy.
                 if self.has_grades:
                     extra = {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)}
                 outcome = outcome._replace(score=outcome.score + penalty, extra=extra | entries)
@@ -288,8 +291,8 @@ class DapoRewardManager(NaiveRewardManager):
 class InProcessRewardManager(SampleManager):
     """Grades in the trainer's process, when the rewards are needed, without a time limit.
 
-    There is a call for each sample, or with `reward_model.reward_kwargs={is_batch: true}` one for
-    the whole batch. Workers in other processes continue meanwhile.
+    There is a call for each sample, or with `reward_model.reward_kwargs={is_batch: true}` one call
+    for the whole batch. Workers in other processes continue meanwhile.
     """
 
     options = ("is_batch",)
@@ -308,12 +311,13 @@ class InProcessRewardManager(SampleManager):
             self.reads_rows = ROW in self._accepted
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
-        # `submit` grades at once, so it is called only when the result is taken.
+        # `submit` grades before it returns, so all of it is put off until the result is taken.
         begin = partial(super().begin, data, outcomes)
         return Grading(lambda: begin().result(), lambda: None)
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> GradingRound:
         round_ = GradingRound(len(rows), max_failures)
+        # The rows of each call. `map` is lazy, so no call is made after the end of the round.
         calls = [rows] if self._is_batch and rows else [[row] for row in rows]
         for key, outcome in enumerate(chain.from_iterable(map(self._grade, calls))):
             round_.record(key, outcome)
@@ -323,7 +327,11 @@ class InProcessRewardManager(SampleManager):
         return round_
 
     def _grade(self, rows: list[dict[str, Any]]) -> list[Outcome]:
-        """Grade rows in one call of the score function."""
+        """Grade rows in one call of the score function; without `is_batch` there is a single row.
+
+        Returns:
+            The outcome of each row. An error of the score function is the outcome of all rows.
+        """
         sample_arguments = [self.function.arguments_of(row) for row in rows]
         arguments = sample_arguments[0]
         if self._is_batch:

@@ -81,7 +81,7 @@ def test_a_folder_is_refused_with_the_pattern_to_use(tmp_path: Path):
     with pytest.raises(DataError, match=r"a folder.*\*\.parquet"):
         resolve_files(tmp_path, tmp_path, where="k")
     (tmp_path / "dataset_info.json").touch()
-    with pytest.raises(DataError, match=r"save_to_disk of datasets wrote it.*to_parquet"):
+    with pytest.raises(DataError, match=r"written by save_to_disk.*Convert it.*to_parquet"):
         resolve_files(tmp_path, tmp_path, where="k")
 
 

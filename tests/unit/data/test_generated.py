@@ -193,5 +193,5 @@ def test_rows_that_are_solved_at_times_are_drawn_most(config) -> None:
             update(list(items))
     assert counts.sum() == 400 and np.allclose(sampler.rates, rates)
     assert counts[:4].sum() < 100 and counts[:4].min() > 0
-    with pytest.raises(DataError, match="a batch without it, expected a column `item`"):
+    with pytest.raises(DataError, match="a batch without the column `item`"):
         sampler.update(DataProto.from_dict({"token_level_scores": torch.zeros(2, 1)}))

@@ -151,7 +151,7 @@ def test_nested_arrays_and_strings_stay_whole():
 
 
 def test_rows_with_different_keys_are_an_error_not_a_shorter_column():
-    with pytest.raises(DataError, match=r"row 1 of the batch.*answer"):
+    with pytest.raises(DataError, match=r"rows 0 and 1 of the batch.*answer"):
         collate_fn([{"a": 1}, {"a": 2, "answer": 3}])
 
 

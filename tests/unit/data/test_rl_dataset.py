@@ -425,10 +425,9 @@ def test_columns_with_names_of_the_batch_are_moved_into_extra_info(
         "t.jsonl", [row(level=1, **reserved), row(extra_info={"uid": "its own"}, **reserved)]
     )
     rows = RLHFDataset(path, tokenizer, config(shuffle=False))
-    told = (
-        "input_ids, multi_modal_inputs, num_turns, responses, uid: columns with names of the batch"
-    )
-    assert f"data.train_files: {told}, which are moved into extra_info." in capsys.readouterr().out
+    names = "input_ids, multi_modal_inputs, num_turns, responses, uid"
+    notice = f"data.train_files: the columns {names} are moved into extra_info,"
+    assert notice in capsys.readouterr().out
     first, second = rows[0], rows[1]
     assert first["extra_info"] == {"split": "train", "index": 0} | reserved
     assert second["extra_info"] == reserved | {"uid": "its own"}

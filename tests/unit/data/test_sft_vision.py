@@ -119,6 +119,11 @@ def test_what_is_refused(rows):
     for given, options, told in [
         (chat, {"family": None}, "row 0, column 'images': got images, for a text-only model"),
         (
+            {"messages": turns([{"type": "image", "image": "a.png"}], "red")},
+            {"family": None},
+            "row 0, column 'messages': got images or videos in a message",
+        ),
+        (
             {"messages": turns("<image> <image>", "red"), "images": ["a.png"]},
             {},
             "got 2 <image> in the prompt, and 1",

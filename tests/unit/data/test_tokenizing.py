@@ -148,7 +148,7 @@ def test_a_model_without_a_tokenizer(family, tmp_path: Path):
     family().save_pretrained(tmp_path)
     with pytest.raises(
         DataError,
-        match=r"got a vocabulary without a token.*expected tokenizer\.json.*data\.tokenizer",
+        match=r"got an empty vocabulary.*expected tokenizer\.json.*data\.tokenizer",
     ):
         load_tokenizer(tmp_path, chat_template="{{ messages }}")
 

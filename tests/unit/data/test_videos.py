@@ -281,7 +281,7 @@ def test_tags_and_videos_that_differ(dataset):
         (
             "<video> and <video>",
             [clip],
-            "got 2 <video> in the prompt, and 1 videos, expected one for each",
+            "got 2 <video> in the prompt, and 1 videos, expected as many <video> as videos",
         ),
         ("which ?", [clip], "got 0 <video> in the prompt, and 1 videos"),
         ("<video> ?", [], "got 1 <video> in the prompt, and 0 videos"),
@@ -347,7 +347,7 @@ def test_a_bad_video(dataset, tmp_path, value, told: str):
 def test_a_file_without_pyav(dataset, tmp_path):
     (tmp_path / "a.mp4").write_bytes(b"words")
     with pytest.raises(
-        DataError, match=r"got a video file, without PyAV to read it, expected it.*\.\[video\]"
+        DataError, match=r"got a video file, without PyAV to read it, expected PyAV.*\.\[video\]"
     ):
         dataset({"prompt": "<video> ?", "videos": ["a.mp4"]})[0]
 

@@ -203,14 +203,14 @@ def test_places_and_images_must_agree(dataset):
         (
             "<image> and <image>",
             [image],
-            "got 2 <image> in the prompt, and 1 images, expected one for each",
+            "got 2 <image> in the prompt, and 1 images, expected as many <image> as images",
         ),
         ("which ?", [image], "got 0 <image> in the prompt, and 1 images"),
         ("<image> ?", [], "got 1 <image> in the prompt, and 0 images"),
         (
             "<video> ?",
             [],
-            "got 1 <video> in the prompt, and 0 videos, expected one for each, where it stands",
+            "got 1 <video> in the prompt, and 0 videos, expected as many <video> as videos",
         ),
         ("<|image_pad|> ?", [], "got 1 image tokens in the rendered chat, for 0 images"),
         ("<|video_pad|> ?", [], "got 1 video tokens in the rendered chat, for 0 videos"),
@@ -355,6 +355,17 @@ def test_processors_of_transformers(processor):
 def test_parts_leave_text_alone():
     messages = [{"role": "user", "content": "w1 w2"}]
     assert with_parts(messages, [], where="") == (messages, [], [])
+
+
+def test_a_part_may_hold_an_array():
+    frames = np.zeros((2, 8, 8, 3), np.uint8)
+    content = [{"type": "video", "video": frames}, {"type": "video"}]
+    messages, _, videos = with_parts(
+        [{"role": "user", "content": content}], [], ["b.mp4"], where=""
+    )
+    assert messages[0]["content"] == [{"type": "video"}, {"type": "video"}]
+    assert videos[0] is frames
+    assert videos[1] == "b.mp4"
 
 
 def test_images_inside_parts(dataset, tmp_path):

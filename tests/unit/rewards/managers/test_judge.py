@@ -203,6 +203,13 @@ def test_a_pattern_reads_one_score_within_its_range():
             question.read_score(reply)
 
 
+def test_a_match_without_a_number_is_an_error():
+    question = JudgeQuestion("x", "{solution_str}", r"Score:(?: (\d))?")
+    with pytest.raises(ValueError, match="with a number as its first group"):
+        question.read_score("Score: none")
+    assert question.read_score("Score: none? No. Score: 1") == 1.0
+
+
 def test_settings_that_cannot_be():
     with pytest.raises(ConfigError, match=r"reward_kwargs\.max_concurrency: got 0"):
         Judge("u", "m", max_concurrency=0)
