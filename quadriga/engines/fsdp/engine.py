@@ -472,7 +472,8 @@ class FSDPEngine:
         weights = f"{dtype}, {'trained' if self.training is not None else 'frozen'}"
         if self.training is not None and self.dtype == torch.float16:
             weights += f", losses scaled by {float(self.loss_scale[0]):g}"
-        if self.scorer.routers.count and not self.processes.layout.has_own_modules:
+        # Transformers chooses how it computes experts. Megatron's modules have no such choice.
+        if self.scorer.routers.count and not self.processes.layout.uses_megatron_modules:
             implementation = self.model.config.get_text_config()._experts_implementation
             weights += f", experts by transformers' {implementation}"
         return {
