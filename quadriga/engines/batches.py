@@ -123,7 +123,7 @@ def mini_batches(
         rollouts = data.batch["rollout_index"].cpu()
         largest_number = max(rollouts.tolist(), default=-1)  # -1: this rank has no rows
         num_rollouts = 1 + max(replicas.gather(largest_number))
-        # Row n of rollout r gets the position r * num_rows + n, which no other row can have. Most
+        # Row n of the r-th rollout gets the position r * num_rows + n, which no other row can have. Most
         # positions stay empty.
         positions_per_rollout = num_rows
 

@@ -56,7 +56,8 @@ class Processes:
         place = layout.place(world.rank)
         if layout.is_whole:
             return cls(layout, place, world, world)
-        # Roles with the same layout share their groups. Those of an earlier meeting are invalid.
+        # Roles with the same layout share their groups, unless the ranks have met again in between,
+        # which makes older groups invalid.
         storage, work, experts = _meshes_of(layout, world.device.type, Membership.num_meetings)
         replicas = ProcessGroup(place.dp_rank, layout.dp_size, world.device, work.get_group("dp"))
         return cls(layout, place, world, replicas, storage, work, experts)
@@ -107,13 +108,13 @@ def _make_mesh(
 
     Args:
         device_type: type of the device.
-        meeting: number of the meeting of the ranks.
+        meeting: number of the meeting of the ranks, in which groups are formed; see `Membership`.
         ranks: [pp, ...], the ranks by their coordinates.
         names: names of the axes.
     """
     groups = []
     for axis in range(ranks.dim()):
-        # All ranks form all groups, in the same order; each belongs to one of an axis.
+        # All ranks must form all groups, in the same order. A rank is in one group of each axis.
         for row in ranks.movedim(axis, -1).flatten(0, -2).tolist():
             group = _group_of(tuple(row), meeting)
             if dist.get_rank() in row:
@@ -124,5 +125,5 @@ def _make_mesh(
 @functools.cache
 def _group_of(ranks: tuple[int, ...], meeting: int) -> dist.ProcessGroup:
     """Form the process group of some ranks, once for each meeting."""
-    # Other ranks get a placeholder.
+    # A rank outside of the group gets a placeholder, which it does not use.
     return cast(dist.ProcessGroup, dist.new_group(list(ranks)))
