@@ -46,8 +46,8 @@ def load_reward_model(
         trust_remote_code: whether code that ships with the model may run.
 
     Raises:
-        EngineError: it cannot be loaded, has no classification head, several labels, or attention
-            in both directions.
+        EngineError: the model cannot be loaded, lacks weights, has no classification head or
+            several labels, or has attention in both directions.
     """
     disable_progress_bar()
     if is_vision(load_config(path, trust_remote_code=trust_remote_code)):
@@ -103,14 +103,15 @@ def add_score_head(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def require_scoring_model(path: str | Path, model: PreTrainedModel, missing: list[str]) -> None:
-    """Check that a model computes one score for a sequence, at its last token.
+    """Check that a model computes one score for a sequence, at the last token of the sequence.
 
-    Attention must be causal: the state of that token must not depend on tokens packed behind it.
+    Attention must be causal: the state of this token must not depend on tokens that are packed
+    behind it.
 
     Args:
         path: folder or hub name of the model, for the message.
         model: the loaded model.
-        missing: names of the parameters for which its files have no weights.
+        missing: names of parameters for which the model's files have no weights.
 
     Raises:
         EngineError: the model has no weights for some parameters, no head, several labels, or
@@ -184,7 +185,7 @@ def build_reward_model(
     if is_vision(config):
         return add_score_head(source)
     # Transformers' classifiers read the state of the last token that is not padding. They refuse a
-    # padding token that the embedding does not have.
+    # padding token that the vocabulary does not have.
     config.num_labels = 1
     config.pad_token_id = pad_token_id if pad_token_id < config.vocab_size else None
     with explain_load_errors(
