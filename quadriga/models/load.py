@@ -371,7 +371,8 @@ def explain_load_errors(
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        got = str(error).strip().splitlines()[0]
+        # The first line of the message; some errors have none.
+        got = str(error).strip().partition("\n")[0] or type(error).__name__
         if len(Path(path).parts) > 2 and not Path(path).exists():
             # A path of more than two parts can only be a folder. Transformers takes it for a name on
             # the hub, and its message would mislead.
