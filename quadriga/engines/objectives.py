@@ -379,7 +379,7 @@ class PolicyObjective(Objective):
         if not self.policy_loss.is_built_in:
             result = check_losses(self.policy_loss.name, result, mask)
         losses, diagnostics = result
-        # The importance weights of a correction apply to every loss.
+        # A loss that does not apply the importance weights of a correction itself is multiplied here.
         if weights is not None and not self._loss_applies_weights:
             losses = losses * weights
         loss = aggregation_of(config, rows, counts)(losses)

@@ -98,8 +98,8 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
         image_tokens: image tokens of a vision-language model.
 
     Returns:
-        The rows. Their `num_response_tokens` counts only the response tokens to compute: those
-        before the last one with a loss.
+        The rows. `num_response_tokens` counts only the response tokens to compute: those before the
+        last token with a loss, and at least those up to the last image token.
 
     Raises:
         EngineError: a prompt is empty, or a row does not match its images.

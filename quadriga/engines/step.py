@@ -168,7 +168,7 @@ class FirstOutputs:
         Args:
             rows: [b], numbers of the rows.
             packed: the packed rows.
-            outputs: their outputs, [M] each.
+            outputs: outputs of the packed rows by name, [M] each.
         """
         # Later passes of an update compute the same rows again, with changed weights.
         is_new = ~self.is_computed[rows]
@@ -204,7 +204,7 @@ def update(
         Metrics of this rank, averaged over optimizer steps. The caller combines the ranks' metrics.
     """
     updater = _Updater(engine, objective, passes.micro, temperature, first_outputs)
-    steps = []
+    steps = []  # of each optimizer step, shares and other metrics; see `_Updater.step`
     world = engine.processes.world
     with engine.awake(*ALL_KINDS), count_waits(world.size, world.device.type):
         for rows, positions in mini_batches(data, engine.processes.replicas, passes):

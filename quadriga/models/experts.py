@@ -99,8 +99,8 @@ class Routing:
         chosen: experts [N, L, k] of the last call.
         sums: [L, E + 6] float64, to which each call adds sums over its predicted tokens: the number
             of tokens of each expert; then the number of tokens, entropies, load-balancing losses,
-            z-losses, the number of tokens with replayed experts, and the number of those for which
-            the router would have chosen other experts. None: nothing is summed.
+            z-losses, the number of tokens with replayed experts, and the number of replayed tokens
+            for which the router would have chosen other experts. None: nothing is summed.
     """
 
     replayed: Tensor | None = None
@@ -314,8 +314,8 @@ class Routers:
             "router_replay",
             got=got,
             expected=expected,
-            fix="The rollout generates with another model, "
-            "or its engine reports routes in another form.",
+            fix="Set router_replay=off, or generate with this model by an engine that reports a "
+            "token's experts in each layer.",
         )
 
 

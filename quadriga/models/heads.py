@@ -453,8 +453,8 @@ def _chunked_statistics(
         options: options of `token_scores`.
 
     Returns:
-        Statistics [1, 3 + K, M], the workspace with the last chunk's logits, and the likeliest
-        tokens with their logits.
+        Statistics [1, 3 + K, M], the workspace with the last chunk's logits, and logits and ids
+        [M, k] of the likeliest tokens; None without `top_k`.
     """
     num_tokens = len(hidden)
     num_rows = len(weight)

@@ -255,7 +255,7 @@ def decoder_inputs(
     if len(images.token_indices) != len(features):
         raise EngineError(
             "images of a batch",
-            got=f"{len(features)} embeddings for {len(images.token_indices)} places",
+            got=f"{len(features)} embeddings for {len(images.token_indices)} image tokens",
             expected="one for each image token",
         )
     token_indices = images.token_indices

@@ -414,8 +414,9 @@ class ShardedWeights(PartialWeights):
         storage = self.processes.storage
         is_replicated = self.processes.layout.dp_replicate > 1
         options: dict[str, Any] = {
+            # Over a mesh with two axes, FSDP shards along the second and sums gradients over both.
             "mesh": storage["dp_replicate", "fsdp"] if is_replicated else storage["fsdp"],
-            # Hidden states are in the compute dtype already, and the root's outputs stay float32.
+            # Inputs need no cast: hidden states are in the compute dtype already.
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             ),
@@ -427,6 +428,7 @@ class ShardedWeights(PartialWeights):
             mesh = experts["dp_replicate", "edp"] if is_replicated else experts["edp"]
             for mixture in mixtures(model):
                 fully_shard(mixture.experts, **options | {"mesh": mesh})
+        # The names of the architecture's layer classes.
         layer_types = set(model._no_split_modules or ())
         for module in model.modules():
             if type(module).__name__ in layer_types:

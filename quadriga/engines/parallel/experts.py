@@ -64,7 +64,7 @@ def _forward_experts(
         group: the expert-parallel ranks.
         hidden: [n, D].
         chosen: [n, k] int64, experts of each token.
-        scores: [n, k], their weights.
+        scores: [n, k], weights of the experts' outputs.
 
     Returns:
         [n, D], weighted sums of the experts' outputs.

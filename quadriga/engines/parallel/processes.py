@@ -47,7 +47,7 @@ class Processes:
 
         Args:
             world: all ranks.
-            layout: their arrangement.
+            layout: arrangement of the ranks.
 
         Returns:
             The ranks, with meshes [pp, dp_replicate, tp, fsdp], [pp, dp, sp, tp] and

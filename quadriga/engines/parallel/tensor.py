@@ -46,7 +46,8 @@ _SPLIT_DIMENSION = {
 _PROJECTION = re.compile(
     rf"(?P<name>.+?)(?:\.(?:base_layer|lora_(?P<factor>[AB])\.{ADAPTER_NAME}))?"
 )
-# The factor of an adapter that is not sharded, by the sharded dimension of its projection.
+# Index: the sharded dimension of a projection. Entry: the factor of an adapter of this projection
+# that is not sharded.
 _UNSHARDED_FACTOR = ("A", "B")
 
 
@@ -105,7 +106,7 @@ def shard_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
                 columns = slice(start, start + length)
             module.forward = partial(_rowwise_forward, module, group, columns)
 
-        # Shard its weight, and the bias of a colwise projection.
+        # Shard the weight. A bias has only dimension 0, which a colwise projection shards.
         for kind, parameter in list(module.named_parameters(recurse=False)):
             if dimension < parameter.dim():
                 shard_parameter(module, kind, dimension, group)
