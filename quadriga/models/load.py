@@ -115,19 +115,20 @@ def _require_weights(
     """
     # Parameters that may lack weights; by identity, because tied parameters have several names.
     optional = set() if needs_head else set(map(id, head_of(model).parameters()))
-    mismatches = {
+    # By name, what to add to the name in the message.
+    mismatch_texts = {
         name: f", of shape {list(file_shape)} in the files and {list(model_shape)} in the model"
         for name, file_shape, model_shape in info["mismatched_keys"]
     }
 
-    names = {*info["missing_keys"], *mismatches}
+    names = {*info["missing_keys"], *mismatch_texts}
     missing = [name for name in names if id(model.get_parameter(name)) not in optional]
     if missing:
         first = min(missing)
         raise EngineError(
             f"model {path}",
             got=f"no weights for {len(missing)} parameters, "
-            f"first {first}{mismatches.get(first, '')}",
+            f"first {first}{mismatch_texts.get(first, '')}",
             expected="all weights of the model; the missing ones would be random",
             fix="Get the complete model, or remove what does not belong to it from its config.json "
             "and override_config. actor_rollout_ref.model.path, or the key of another role, "

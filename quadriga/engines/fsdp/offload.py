@@ -232,6 +232,7 @@ class PinnedCopy:
         copy = self._copy_of.get(tensor.untyped_storage()._cdata)
         if copy is None:
             return None
+        # View the copy in the same way as the tensor views its storage.
         content = copy.view(tensor.dtype)
         start = content.storage_offset() + tensor.storage_offset()
         return content.as_strided(tensor.shape, tensor.stride(), start)
@@ -264,7 +265,7 @@ class ActivationsOnHost(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(self._to_host, self._to_device)
-        # Addresses of storages: views of a weight, above all its transpose, share its storage.
+        # Identities of storages. Views of a weight, such as its transpose, have the same storage.
         self._weights: set[int] = set()
         for module in root.modules():
             module.register_forward_pre_hook(partial(self._record, recurse=module is root))
