@@ -665,10 +665,11 @@ def _group_segments(
         reverse=True,
     )
 
-    def most_padded_tokens(group: Sequence[Segment]) -> float:
+    def max_padded_tokens(group: Sequence[Segment]) -> float:
+        """Limit of a group's tokens, padding included."""
         return min(block_tokens, (1 + max_padding) * sum(segment.length for segment in group))
 
-    groups = _join_neighbours([[segment] for segment in ordered], most_padded_tokens)
+    groups = _join_neighbours([[segment] for segment in ordered], max_padded_tokens)
     # A call costs as much as some hundred tokens, so join small neighbours.
     return _join_neighbours(groups, lambda _: min(block_tokens, min_tokens))
 
