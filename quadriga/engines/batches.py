@@ -123,8 +123,8 @@ def mini_batches(
         rollouts = data.batch["rollout_index"].cpu()
         largest_number = max(rollouts.tolist(), default=-1)  # -1: this rank has no rows
         num_rollouts = 1 + max(replicas.gather(largest_number))
-        # Row n of the r-th rollout gets the position r * num_rows + n, which no other row can have. Most
-        # positions stay empty.
+        # Row n of the r-th rollout gets the position r * num_rows + n, which no other row can have.
+        # Most positions stay empty.
         positions_per_rollout = num_rows
 
     for epoch in range(passes.num_epochs):
@@ -137,6 +137,7 @@ def mini_batches(
             position_of = torch.empty_like(order).scatter_(0, order, torch.arange(num_rollouts))
             positions = position_of[rollouts]
         if positions_per_rollout > 1:
+            # Rows of a rollout are consecutive, in the order of their numbers.
             positions = positions * positions_per_rollout + numbers
         # A mini-batch is a range of positions, in which this rank may have any number of rows.
         sorted_positions, sorted_rows = positions.sort()

@@ -334,6 +334,7 @@ class PolicyObjective(Objective):
         """
         mask = data.batch["response_mask"].bool()
         config = self.config
+        # Whether a row has a gradient whatever its advantages are.
         changes_all_rows = (
             not self.policy_loss.needs_advantage
             or self.teacher is not None

@@ -250,6 +250,7 @@ class RoutedTokens:
         num_experts = probs.shape[1]
         # Choices of each expert by the tokens of each row, over all ranks.
         counts = probs.new_zeros(len(self.lengths), num_experts)  # [b, E]
+        # Index of row r and expert e in the flattened counts: r * E + e.
         indices = (self.rows[:, None] * num_experts + chosen_experts).flatten()
         counts.view(-1).index_add_(0, indices, probs.new_ones(indices.shape))
         self.add_up(counts)

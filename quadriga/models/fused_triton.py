@@ -155,6 +155,7 @@ def rms_norm_gradients(
     num_rows = len(scales)
     tile = _tile(size)
     num_tiles = triton.cdiv(num_rows, tile["ROWS"])
+    # Parts consist of whole tiles, and there are at most _PARTS of them.
     rows_of_part = tile["ROWS"] * triton.cdiv(num_tiles, _PARTS)
     num_parts = triton.cdiv(num_rows, rows_of_part)
     # The kernel sums the weight's gradient over the rows of each part. Torch then sums over parts.

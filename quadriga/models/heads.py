@@ -75,7 +75,7 @@ class LogitRule:
 
     @classmethod
     def of(cls, config: Any) -> "LogitRule":
-        """Find the rule of a configuration. The trial in `models/architecture.py` checks it.
+        """Find the rule of a model. The trial in `models/architecture.py` checks that it holds.
 
         Args:
             config: configuration of a model.
@@ -89,6 +89,7 @@ class LogitRule:
         divisor = getattr(text, "logits_scaling", None) or 1.0
         if text.model_type in _MULTIPLIED:
             divisor = 1.0 / divisor
+        # Two names of the same entry. None and 0 mean no cap.
         softcap = getattr(text, "final_logit_softcapping", None)
         softcap = softcap or getattr(text, "logits_soft_cap", None) or None
         return cls(scale / divisor, softcap)

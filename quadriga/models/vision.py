@@ -386,5 +386,6 @@ def copy_processor(
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
+        # None: the model has no such file. The model's folder may itself be the target.
         if file is not None and Path(file).resolve() != (target / name).resolve():
             shutil.copyfile(file, target / name)

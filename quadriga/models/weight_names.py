@@ -124,7 +124,7 @@ def _group_sources(
         to_files: whether to convert from the module's layout to that of `save_pretrained`.
 
     Returns:
-        The groups, by target name. If a conversion has several results, it is the first one's name.
+        The groups, by target name: the name of the first result of the conversion.
     """
     transforms = get_model_conversion_mapping(model, add_legacy=not to_files)
     prefix = None
