@@ -361,6 +361,8 @@ class _TokenScoresFunction(torch.autograd.Function):
             # Column 0 is the row's own target.
             columns = [log_probs, *(logits - normalizer for logits in other_target_logits)]
             log_probs = torch.stack(columns, 1)
+        # The caller gets copies of squares and entropy. By changing them, it cannot change the
+        # statistics, which are saved for the backward pass.
         squares = squares.clone()
         ctx.mark_non_differentiable(squares, *(top or ()))
         if top is not None:
@@ -368,7 +370,6 @@ class _TokenScoresFunction(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, target_rows, normalizer, entropy)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        # Copies, so that the caller cannot change tensors that are saved for the backward pass.
         return log_probs, entropy.clone(), squares, *(top or (None, None))
 
     @staticmethod

@@ -109,8 +109,10 @@ class VarlenAttention(torch.autograd.Function):
         # The kernel's window counts only the keys before a query. Ours includes the query's own key.
         num_left = None if window is None else window - 1
         inputs = (query, key, value)
+        # The first call: causal within each segment.
         out, sums = _forward(inputs, runs.causal, runs.causal, True, scale, num_left)
         if runs.has_prefixes:
+            # The second call: all of a prefix, for the tokens that continue it.
             prefix_inputs = runs.select_prefix_inputs(query, key, value)
             prefix_out, prefix_sums = _forward(
                 prefix_inputs, runs.continuations, runs.prefixes, False, scale

@@ -88,10 +88,11 @@ def _meshes_of(
     """Create the meshes `storage`, `work` and `experts`, once for each layout and meeting."""
     make_mesh = functools.partial(_make_mesh, device_type, meeting)
     ranks = torch.arange(layout.world_size)
-    # In the order of the ranks, tp is the last axis.
+    # Ranks are numbered with tp as the last axis, which the meshes of parameters have before fsdp.
     ranks = ranks.view(layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
     experts = None
     if layout.ep > 1:
+        # Neighbouring ranks hold different experts. -1: all replicas of the experts.
         expert_ranks = ranks.reshape(layout.pp, -1, layout.edp, layout.ep).transpose(2, 3)
         experts = make_mesh(expert_ranks, EXPERT_NAMES)
     storage = make_mesh(ranks.transpose(2, 3), STORAGE_NAMES)
