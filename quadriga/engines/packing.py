@@ -126,6 +126,7 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
             raise EngineError(
                 f"row {row} of a batch", got="an empty prompt", expected="at least one prompt token"
             )
+        # Responses are padded on the right, so columns are also indices in the response.
         loss_indices = np.flatnonzero(has_loss[row])
         # Token i is predicted at token i - 1, so the last token with a loss is not computed itself.
         num_response_tokens = int(loss_indices[-1]) if len(loss_indices) else 0

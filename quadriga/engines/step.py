@@ -250,6 +250,7 @@ class MicroBatchLoss:
     outputs: Outputs | None = None  # of the last call, if they are kept
 
     def __call__(self, outputs: Outputs) -> Tensor:
+        """Compute the loss [], and store metrics and, on request, outputs."""
         if self.keeps_outputs:
             is_response = self.rows.batch["response_mask"][self.packed.rows, self.packed.columns]
             self.outputs = {}
@@ -587,7 +588,7 @@ def _pack_micro_batches(
 
 
 def _pack_routes(routes: Tensor, attention_mask: Tensor, packed: PackedBatch) -> Tensor:
-    """Arrange the replayed routes of padded rows as the tokens of a packed micro-batch.
+    """Arrange the replayed routes of padded rows in the order of a packed micro-batch's tokens.
 
     Args:
         routes: [b, P + T, L, k], the experts of each token in each layer.

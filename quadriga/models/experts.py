@@ -163,7 +163,7 @@ class RoutedTokens:
         chosen: Tensor,
         own_choice: Tensor | None,
     ) -> Tensor:
-        """Record a router's choice and attach its losses.
+        """Record a router's choice, and attach router losses to the scores.
 
         Args:
             mixture: index of the mixture.

@@ -140,7 +140,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
         share = num_chosen / mixture.experts.num_experts
         for weight in mixture.experts.parameters():
             excluded_ids.add(id(weight))
-            if weight.dim() == 3:
+            if weight.dim() == 3:  # not a bias
                 block_sizes.append((weight, int(weight.numel() * share)))
 
     # Each other matrix multiplies each token once.

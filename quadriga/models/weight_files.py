@@ -328,6 +328,7 @@ def write_safetensors(
     """
     shapes = weights.shapes.items()
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes}
+    # Names of the tensors in each shard.
     shards = list(buckets(sizes, sizes.__getitem__, SHARD_BYTES, lambda name, _: name))
     weight_map = {}
     for number, names in enumerate(shards, start=1):

@@ -178,7 +178,7 @@ class Router(TopKRouter):
         self.tokens = options["packed_seq_params"].routed
 
     def routing(self, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """Choose experts or replay recorded ones, record the choice, and attach its losses.
+        """Choose experts or replay recorded ones, record the choice, and attach router losses.
 
         Args:
             logits: [n, 1, E].

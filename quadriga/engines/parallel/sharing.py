@@ -294,6 +294,7 @@ class _JoinOutputs(torch.autograd.Function):
         ctx.save_for_backward(indices)
         outputs = values.new_zeros(size, *values.shape[1:])
         outputs[indices] = values
+        # At these indices, all other ranks have zeros.
         for group in groups:
             dist.all_reduce(outputs, group=group)
         return outputs
