@@ -422,7 +422,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LayerRule:
-    """How the scores of a layer are computed, and a cache of masks for its window."""
+    """Scale, window and cap of the scores of a layer, and a cache of masks for the window."""
 
     scale: float
     window: int | None

@@ -135,6 +135,7 @@ def _states_and_numbers(
                 if isinstance(scorer, RewardScorer):
                     row_scores.append(model(input_ids=tokens, use_cache=False).logits[0])
                 else:
+                    # Only for the states that the hook collects.
                     backbone(model)(input_ids=tokens, use_cache=False)
     finally:
         hook.remove()

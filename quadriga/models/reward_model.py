@@ -179,7 +179,8 @@ def build_reward_model(
         override_config: entries of the model's configuration to replace.
 
     Raises:
-        EngineError: it cannot be loaded, or transformers has no classifier of its architecture.
+        EngineError: the model cannot be loaded, or transformers has no classifier of its
+            architecture.
     """
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     architectures = config.architectures or []

@@ -93,6 +93,7 @@ class MegatronWeights(PartialWeights):
         self.parameters = {id(parameter): parameter for _, parameter in self.places.values()}
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.trained = [name for name, spec in shard_specs.items() if spec.name in trained]
+        # All parameters are trained or none, because adapters are not supported.
         for key, parameter in self.parameters.items():
             parameter.requires_grad_(bool(self.trained))
             if self.trained and dtype != torch.float32:
