@@ -119,14 +119,15 @@ class ReplicatedWeights:
     def refresh_compute(self) -> None:
         """Copy the masters [...] into the compute parameters [...], rounded to their dtype.
 
-        Without separate masters there is nothing to copy, but the change is made visible.
+        Without separate masters there is nothing to copy. Then only tell rollouts that share the
+        parameters that these have changed.
         """
         if self._with_master:
             masters = [self.masters[name] for name in self._with_master]
             torch._foreach_copy_(list(self._with_master.values()), masters)
         else:
-            # The fused optimizer does not increment the version counters of tensors, by which a
-            # rollout that shares these parameters detects updates.
+            # Rollouts detect updates by the version counters of tensors, which the fused optimizer
+            # does not increment.
             trained = [self.parameters[name] for name in self.trained]
             torch.autograd.graph.increment_version(trained)
 

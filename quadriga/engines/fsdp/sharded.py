@@ -482,8 +482,8 @@ class ShardedWeights(PartialWeights):
     def replace_memory(self, copies: Sequence[torch.Tensor]) -> None:
         """Replace the memory of the parameters by copies of their shards.
 
-        If the ranks do not divide a parameter evenly, FSDP pads its shards. Padded shards stay in
-        FSDP's memory, which `masters` then keeps viewing.
+        If the ranks do not divide a parameter evenly, FSDP pads its shards. A padded shard keeps
+        FSDP's memory, and its master remains a view of this memory.
 
         Args:
             copies: [V/tp/fsdp, D] each, in the order of `parameters`.
