@@ -160,6 +160,7 @@ def policy_loss_of(
             shared["correction"] = correction
     loss = choose_policy_loss(name, config.policy_loss.options, shared)
     if not loss.is_built_in:
+        # A user's loss may read any tensor of the batch, and log-probs of this and the old policy.
         tensors = {field.name for field in FIELDS.values() if field.is_tensor}
         check_fields(loss, {*tensors, "log_prob", "old_log_prob"}, _LOSS_MODE)
     _try_loss(loss)
@@ -447,7 +448,7 @@ class PolicyObjective(Objective):
     ) -> LossAndMetrics:
         """Compute the divergence from the teacher [b, T], and metrics.
 
-        It is the forward KL over the teacher's likeliest tokens if the batch has them, otherwise an
+        It is the forward KL over the teacher's `num_top_tokens` likeliest tokens; if that is 0, an
         estimate from the sampled tokens.
         """
         mask = rows.batch["response_mask"]

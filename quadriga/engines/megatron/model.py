@@ -289,7 +289,7 @@ def loop_reason_of(config: TransformerConfig, device: torch.device) -> str:
 
 
 def linear_modules(device: torch.device) -> tuple[type, type, str]:
-    """Choose the column-parallel and row-parallel linear modules, with the reason."""
+    """Choose classes of column-parallel and row-parallel linear modules; say which, and why."""
     if device.type != "cuda":
         reason = "Transformer Engine is for CUDA"
     elif not transformer_engine.HAVE_TE:
