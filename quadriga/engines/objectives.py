@@ -448,8 +448,8 @@ class PolicyObjective(Objective):
     ) -> LossAndMetrics:
         """Compute the divergence from the teacher [b, T], and metrics.
 
-        It is the forward KL over the teacher's `num_top_tokens` likeliest tokens if that is set, else an
-        estimate from the sampled tokens.
+        It is the forward KL over the teacher's `num_top_tokens` likeliest tokens if that is set,
+        otherwise an estimate from the sampled tokens.
         """
         mask = rows.batch["response_mask"]
         log_prob = outputs["log_probs"]
