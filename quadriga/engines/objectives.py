@@ -60,7 +60,7 @@ class Objective(ABC):
     other_targets = ""
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
-        """Names of the columns [B, ...] that the loss reads. Optional ones if this batch has them."""
+        """Names of columns [B, ...] that the loss reads; optional ones if this batch has them."""
         if ROLLOUT_NUM_TOKENS in data.batch.keys():
             return (*self.columns, ROLLOUT_NUM_TOKENS)
         return self.columns
@@ -356,8 +356,8 @@ class PolicyObjective(Objective):
         mask = rows.batch["response_mask"]
         # Outputs outside of the response mask are for the loss of echo tokens only.
         log_prob = zero_outside(outputs["log_probs"], mask)
-        # Without old log-probs, this is the first update since sampling, so the current ones are the
-        # old ones.
+        # Without old log-probs, this is the first update since sampling, so the current ones are
+        # the old ones.
         old_log_prob = rows.batch.get("old_log_probs", log_prob.detach())
         columns = dict(rows.batch.items()) | {"old_log_prob": old_log_prob}
         missing = self._loss_fields - columns.keys()
@@ -381,7 +381,8 @@ class PolicyObjective(Objective):
         if not self.policy_loss.is_built_in:
             result = check_losses(self.policy_loss.name, result, mask)
         losses, diagnostics = result
-        # A loss that does not apply the importance weights of a correction itself is multiplied here.
+        # A loss that does not apply the importance weights of a correction itself is multiplied
+        # here.
         if weights is not None and not self._loss_applies_weights:
             losses = losses * weights
         loss = aggregation_of(config, rows, counts)(losses)

@@ -300,8 +300,8 @@ class _Updater:
         )
         num_rollouts = num_sequences
         if rollout_num_tokens is not None:
-            # A rollout may have rows on several ranks. Each rank counts the part of the rollout that
-            # its rows are, so the sum is a whole number.
+            # A rollout may have rows on several ranks. Each rank counts the part of the rollout
+            # that its rows are, so the sum is a whole number.
             num_rollouts = round(math.fsum(replicas.gather(local_counts.num_rollouts)))
         counts = LossCounts(num_tokens, num_sequences, num_rollouts, num_echo_tokens)
 
@@ -340,7 +340,7 @@ class _Updater:
         return shares, metrics
 
     def _create_routing(self, counts: LossCounts) -> Routing:
-        """Routing of a mini-batch, with counters of its statistics and weights of its router losses."""
+        """Routing of a mini-batch, with counters of statistics and weights of router losses."""
         routers = self.engine.scorer.routers
         # Routers sum their losses over tokens, so a token's weight is one over the number of tokens
         # in the whole mini-batch. In float16 it includes the loss scale, as in other losses.

@@ -151,7 +151,7 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Whether a model takes packed rows with an attention plan; otherwise, one row [1, N] a call."""
+    """Whether a model takes packed rows with an attention plan, instead of single rows [1, N]."""
     return model.config._attn_implementation == ATTENTION_NAME
 
 
@@ -213,7 +213,7 @@ def way_of(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Way:
 
 
 def choose_attention(model: PreTrainedModel) -> None:
-    """Set transformers' attention in a model that cannot compute packed rows, as its trial shows."""
+    """Set transformers' attention in a model that, by its trial, cannot compute packed rows."""
     way = way_of(model.config)
     if way.attention != ATTENTION_NAME:
         model.set_attn_implementation(way.attention)

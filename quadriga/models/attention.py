@@ -447,7 +447,7 @@ class _KeyRun:
     distance: int = 0
 
     def score_rule(self, queries: Tensor, rule: _LayerRule) -> ScoreRule | None:
-        """Rule for the scores of queries [b, L, H, D] and these keys; None if no query sees a key."""
+        """Rule for scores of queries [b, L, H, D] and these keys; None if no query sees a key."""
         num_rows, length = queries[self.rows].shape[:2]
         num_keys = self.keys.shape[1]
         # The last query and the first key are the farthest apart. If the window does not hide this
@@ -618,8 +618,8 @@ class _QueryBlock:
         finished += sums.pop_copies([self.queries])
         self.queries.scatter(grad_queries, grads[0])
         for keys, totals in finished:
-            # The sum for `self.queries` includes this block's own gradients, so it replaces them. The
-            # sums for other pieces do not, so they are added.
+            # The sum for `self.queries` includes this block's own gradients, so it replaces them.
+            # The sums for other pieces do not, so they are added.
             for total, packed in zip(totals, grads[1:], strict=True):
                 keys.scatter(total, packed, add=keys is not self.queries)
 

@@ -279,8 +279,8 @@ class Routers:
         self.count = 0
         self.is_checked = False
         for name, mixture in _mixtures_to_route(model).items():
-            # Only the layer is called with `RoutedTokens` as an argument. A hook of the layer stores
-            # them for the call of its router.
+            # Only the layer is called with `RoutedTokens` as an argument. A hook of the layer
+            # stores them for the call of its router.
             router = router_of(mixture)
             layer = model.get_submodule(name.rpartition(".")[0])
             hooks = _RouterHooks(router, self.count)

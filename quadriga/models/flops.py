@@ -44,7 +44,7 @@ class ModelCost:
 
     @cached_property
     def attention_tokens(self) -> float:
-        """Length of a sequence, in tokens, at which attention costs as much as the layers' matrices.
+        """Sequence length in tokens at which attention costs as much as the matrices of the layers.
 
         Infinite for a model without attention.
         """

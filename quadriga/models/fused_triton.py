@@ -12,8 +12,8 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
 _NUMBERS = 2048  # numbers that one program computes
-# Maximum number of programs in a norm's backward pass. Each sums the weight's gradient over a part of
-# the rows. The number is the same on all devices, and so is the order of the sum.
+# Maximum number of programs in a norm's backward pass. Each sums the weight's gradient over a part
+# of the rows. The number is the same on all devices, and so is the order of the sum.
 _PARTS = 512
 
 

@@ -612,8 +612,8 @@ def _block_gradients(
     softcap = options.rule.softcap
     cap_slope = None
     if softcap is not None:
-        # Logits are c * tanh(s * x / c) / temperature, with x the product, s the scale and c the cap.
-        # The derivative of c * tanh(s * x / c) by x is s * (1 - tanh^2).
+        # Logits are c * tanh(s * x / c) / temperature, with x the product, s the scale and c the
+        # cap. The derivative of c * tanh(s * x / c) by x is s * (1 - tanh^2).
         tanh = logits * (temperature / softcap)
         cap_slope = tanh.square_().neg_().add_(1.0).mul_(options.rule.scale)
 

@@ -375,8 +375,8 @@ def explain_load_errors(
         # The first line of the message; some errors have none.
         got = str(error).strip().partition("\n")[0] or type(error).__name__
         if len(Path(path).parts) > 2 and not Path(path).exists():
-            # A path of more than two parts can only be a folder. Transformers takes it for a name on
-            # the hub, and its message would mislead.
+            # A path of more than two parts can only be a folder. Transformers takes it for a name
+            # on the hub, and its message would mislead.
             got = "no such folder"
         elif isinstance(error, SafetensorError):
             # The error does not name the damaged file, so open each file to find it.

@@ -53,7 +53,7 @@ class Sharing:
     vocabulary: VocabularyShard | None = None
 
     def inputs(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """Tokens [1, n] of this rank, their positions [1, n] or [3, 1, n], and the attention plan."""
+        """Tokens [1, n] of this rank, positions [1, n] or [3, 1, n] of these, and attention plan."""
         return batch.input_ids, batch.position_ids, batch.plan
 
     def first_token(self, batch: PackedBatch) -> int | None:

@@ -106,7 +106,8 @@ class VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, runs: PackedRuns, scale: float, window: int | None):
-        # The kernel's window counts only the keys before a query. Ours includes the query's own key.
+        # The kernel's window counts only the keys before a query. Ours includes the query's own
+        # key.
         num_left = None if window is None else window - 1
         inputs = (query, key, value)
         # The first call: causal within each segment.

@@ -152,12 +152,12 @@ class FSDPEngine:
 
     @property
     def stage(self) -> Any:
-        """Object that runs micro-batches in place of the scorer, such as a pipeline stage, or None."""
+        """Object that runs micro-batches instead of the scorer, such as a pipeline stage, or None."""
         return self.parameters.stage
 
     @property
     def loss_scale(self) -> torch.Tensor:
-        """[2] float64: the factor of losses, and the number of finite gradients since it changed."""
+        """[2] float64: factor of losses, and number of finite gradients since it changed."""
         return self.optimizer.loss_scale
 
     @property

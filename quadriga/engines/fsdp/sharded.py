@@ -174,8 +174,8 @@ class PartialWeights:
                 continue
             gradient = self.masters[name].grad
             square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            # Number of ranks in a replica of the weights that add the same square. Each adds an equal
-            # part of it, so that the sum over these ranks has the square once.
+            # Number of ranks in a replica of the weights that add the same square. Each adds an
+            # equal part of it, so that the sum over these ranks has the square once.
             num_copies: float = 1
             if spec.is_expert:
                 # Experts may have more replicas than other weights. The last line below divides by
@@ -473,7 +473,7 @@ class ShardedWeights(PartialWeights):
         self._sum_gradients_of_copies(replicated)
 
     def refresh_compute(self) -> None:
-        """Do nothing: FSDP itself gathers the compute parameters, of which masters are the shards."""
+        """Do nothing: masters are the shards from which FSDP gathers the compute parameters."""
 
     def offloadable_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Offloadable tensors [V/tp/fsdp, D]: `weights`, which are also the masters."""

@@ -41,8 +41,8 @@ _SPLIT_DIMENSION = {
     "rowwise": 1,
     "rowwise_split_input": 1,
 }
-# Path of a projection. With an adapter, a projection consists of three modules: `base_layer` and the
-# two factors. Group `name` is the path of the projection, `factor` is A or B.
+# Path of a projection. With an adapter, a projection consists of three modules: `base_layer` and
+# the two factors. Group `name` is the path of the projection, `factor` is A or B.
 _PROJECTION = re.compile(
     rf"(?P<name>.+?)(?:\.(?:base_layer|lora_(?P<factor>[AB])\.{ADAPTER_NAME}))?"
 )
