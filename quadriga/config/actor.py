@@ -238,7 +238,7 @@ class ParallelConfig(Section):
                 fix="Choose another one.",
             )
         layout = Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp)
-        return replace(layout, ep=ep, has_own_modules=True)
+        return replace(layout, ep=ep, uses_megatron_modules=True)
 
 
 class BatchingConfig(ParallelConfig):

@@ -54,8 +54,8 @@ class Layout:
     sp: int = 1
     tp: int = 1
     ep: int = 1
-    has_own_modules: bool = False
-    """Whether the modules are those of another library, Megatron-core, and not of transformers."""
+    uses_megatron_modules: bool = False
+    """Whether Megatron-core's modules compute the model, instead of those of transformers."""
 
     @classmethod
     def of(
@@ -151,7 +151,7 @@ class Layout:
             itemsize: bytes per parameter of the weights for computation.
             is_trained: whether the model is trained.
         """
-        if not self.has_own_modules:
+        if not self.uses_megatron_modules:
             num_shards = self.pp * self.tp * self.fsdp
             bytes_per_parameter = itemsize
             if is_trained:
@@ -173,7 +173,7 @@ class Layout:
     @property
     def is_whole(self) -> bool:
         """Whether every rank has all weights, and computes its rows without the others."""
-        return self.pp == self.fsdp == self.tp == 1 and not self.has_own_modules
+        return self.pp == self.fsdp == self.tp == 1 and not self.uses_megatron_modules
 
     def place(self, rank: int) -> RankPlace:
         """Find the position of a rank (the formula at the top of the file, solved for the indices)."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mini-batches and micro-batches: the rows of an optimizer step, and those computed together.
 
-Mini-batches follow the order of the whole batch, shuffled or not. Each rank computes the rows of a
-mini-batch that it holds. Therefore mini-batches and gradients do not depend on how the rows are
-spread over data-parallel ranks.
+Mini-batches follow the order of the whole batch, shuffled or not. Of a mini-batch, a rank computes
+the rows that this rank holds. Therefore mini-batches and gradients do not depend on how the rows
+are spread over data-parallel ranks.
 
 Micro-batches by tokens: rows of a prompt form a unit. Units are assigned to as few micro-batches
 as the token limit allows, the costliest unit first, each to the cheapest micro-batch with room. All
@@ -34,7 +34,8 @@ class MicroBatching:
     """Division of a mini-batch into micro-batches."""
 
     num_sequences: int | None  # rows of a micro-batch; None: divide by tokens
-    # Packed tokens of a micro-batch if it is divided by tokens. A longer row is alone.
+    # Largest number of packed tokens of a micro-batch, in a division by tokens. A longer row gets a
+    # micro-batch of its own.
     max_tokens: int
     share_prompts: bool = True  # whether rows with the same prompt count and compute it once
 
@@ -43,7 +44,9 @@ class MicroBatching:
 class Passes:
     """Division of a batch into optimizer steps, and the number of passes over it."""
 
-    mini_batch_size: int  # rollouts of an optimizer step, over all ranks; fewer in the last step
+    mini_batch_size: (
+        int  # rollouts of an optimizer step, over all ranks; the last of a pass may have fewer
+    )
     num_epochs: int  # passes over the batch
     micro: MicroBatching
     shuffle_seed: int | None = None  # shuffles rows before each pass; None keeps their order
@@ -78,20 +81,22 @@ class Passes:
 def mini_batches(
     data: DataProto, replicas: ProcessGroup, passes: Passes
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Divide a batch into the mini-batches of all passes. Every rank gets the same number of them.
+    """Divide a batch into the mini-batches of all passes, the same number of them on every rank.
 
-    All rows of a rollout are in the same mini-batch.
+    All rows of a rollout are in the same mini-batch. A rank may have no rows in a mini-batch.
 
     Args:
-        data: rows of this rank. The column `row_index` [B] has their numbers in the whole batch; by
-            default numbers continue from rank to rank. The column `rollout_index` [B] has the
-            numbers of their rollouts; by default every row is a rollout.
+        data: rows of this rank. The column `row_index` [B] has the numbers of these rows in the
+            whole batch; without it, the rows of all ranks are numbered rank after rank. The column
+            `rollout_index` [B] has the number of each row's rollout; without it, every row is a
+            rollout.
         replicas: ranks with the other rows.
         passes: sizes and number of passes.
 
     Returns:
-        For each mini-batch, two tensors [b] int64: the indices of its rows in `data`, and their
-        positions, which sort the rows of all ranks in the order of this pass.
+        Iterator over the mini-batches. Each is two tensors [b] int64: the indices in `data` of this
+        rank's rows, and the positions of these rows. Sorted by position, the rows of all ranks are
+        in the order of the pass.
 
     Raises:
         EngineError: `row_index` has numbers outside of the batch.
@@ -116,8 +121,10 @@ def mini_batches(
     positions_per_rollout = 1
     if "rollout_index" in data.batch.keys():
         rollouts = data.batch["rollout_index"].cpu()
-        num_rollouts = 1 + max(replicas.gather(max(rollouts.tolist(), default=-1)))
-        # A rollout may have any of the rows, so reserve a position for each. Most stay empty.
+        largest_number = max(rollouts.tolist(), default=-1)  # -1: this rank has no rows
+        num_rollouts = 1 + max(replicas.gather(largest_number))
+        # Row n of the r-th rollout gets the position r * num_rows + n, which no other row can have.
+        # Most positions stay empty.
         positions_per_rollout = num_rows
 
     for epoch in range(passes.num_epochs):
@@ -130,14 +137,14 @@ def mini_batches(
             position_of = torch.empty_like(order).scatter_(0, order, torch.arange(num_rollouts))
             positions = position_of[rollouts]
         if positions_per_rollout > 1:
-            # Rows of a rollout are in the order of their numbers.
+            # Rows of a rollout are consecutive, in the order of their numbers.
             positions = positions * positions_per_rollout + numbers
-        # A mini-batch is a range of positions, of which this rank may have any number of rows.
+        # A mini-batch is a range of positions, in which this rank may have any number of rows.
         sorted_positions, sorted_rows = positions.sort()
         for start in range(0, num_rollouts, passes.mini_batch_size):
-            ends = torch.tensor([start, start + passes.mini_batch_size]) * positions_per_rollout
-            first, last = torch.searchsorted(sorted_positions, ends).tolist()
-            yield sorted_rows[first:last], sorted_positions[first:last]
+            bounds = torch.tensor([start, start + passes.mini_batch_size]) * positions_per_rollout
+            first, stop = torch.searchsorted(sorted_positions, bounds).tolist()
+            yield sorted_rows[first:stop], sorted_positions[first:stop]
 
 
 @dataclass(frozen=True)
@@ -158,9 +165,9 @@ def micro_batches(
 ) -> list[list[int]]:
     """Divide rows into micro-batches. Each row is in exactly one, and none is empty.
 
-    By tokens, the costliest micro-batches come first: ranks that wait for each other then compute
-    similar micro-batches at the same time, and a lack of memory shows at once. By number of
-    sequences, rows keep their order.
+    A division by tokens puts the costliest micro-batches first: ranks that wait for each other then
+    compute similar micro-batches at the same time, and a lack of memory shows at once. A division
+    by number of sequences keeps the order of the rows.
 
     Args:
         rows: [b] lengths.
@@ -204,8 +211,8 @@ def _divide_by_sequences(num_rows: int, size: int, min_batches: int) -> list[lis
     Returns:
         Indices of the rows of each micro-batch.
     """
-    num_full = -(-num_rows // size)
-    if min_batches <= num_full:
+    num_batches = -(-num_rows // size)
+    if min_batches <= num_batches:
         bounds = [*range(0, num_rows, size), num_rows]
     else:
         bounds = [num_rows * part // min_batches for part in range(min_batches + 1)]
@@ -226,7 +233,7 @@ class _Unit:
         first: smallest of the indices.
         num_tokens: packed tokens, with the prompt counted once.
         cost: cost of computing the unit, as an equivalent number of tokens.
-        sort_key: puts the costliest unit first. Only units of the same rows have equal keys.
+        sort_key: puts the costliest unit first. Different units of a division have different keys.
     """
 
     def __init__(
@@ -238,8 +245,8 @@ class _Unit:
         prompt = rows[self.members[0]].num_prompt_tokens
         responses = [rows[index].num_response_tokens for index in self.members]
         self.num_tokens = prompt + sum(responses)
-        # Pairs of attention, up to a factor. A response of r tokens after a prompt of p tokens adds
-        # (p + r)^2 - p^2 = r (r + 2 p), since its tokens attend to the prompt too.
+        # Twice the pairs of tokens that attention computes. A response of r tokens after a prompt
+        # of p tokens adds (p + r)^2 - p^2 = r (r + 2 p), since its tokens attend to the prompt too.
         pairs = prompt**2 + sum(response * (response + 2 * prompt) for response in responses)
         # In tokens: a sequence of L tokens costs L + L^2 / attention_tokens.
         self.cost = self.num_tokens + pairs / attention_tokens
@@ -250,6 +257,9 @@ def _group_rows(
     rows: Sequence[RowLength], division: MicroBatching, min_units: int, attention_tokens: float
 ) -> list[_Unit]:
     """Group rows into units: all responses to a prompt, if they fit into one micro-batch.
+
+    Responses that do not fit are split into several units. The costliest units are split, too, as
+    long as there are fewer than `min_units`.
 
     Args:
         rows: the rows.
@@ -339,11 +349,12 @@ def _assign_units(units: Sequence[_Unit], max_tokens: int, min_batches: int) -> 
         else:
             high = middle
 
+    # The search never tried the largest number, at which it started, so this may fail.
     batches = _assign_evenly(units, max_tokens, high)
     if batches is None and high == len(first_fit):
         return first_fit
     while batches is None:
-        # With a micro-batch for each unit there is room, so this ends.
+        # Ends at the latest when there is a micro-batch for each unit.
         high += 1
         batches = _assign_evenly(units, max_tokens, high)
     return batches
@@ -352,7 +363,16 @@ def _assign_units(units: Sequence[_Unit], max_tokens: int, min_batches: int) -> 
 def _assign_evenly(
     units: Sequence[_Unit], max_tokens: int, num_batches: int
 ) -> list[list[_Unit]] | None:
-    """Assign each unit to the cheapest of `num_batches` micro-batches with room. None: no room."""
+    """Assign each unit to the cheapest of `num_batches` micro-batches that still has room for it.
+
+    Args:
+        units: the costliest first.
+        max_tokens: token limit of a micro-batch; a larger unit is alone.
+        num_batches: number of micro-batches.
+
+    Returns:
+        The units of each micro-batch; None if no micro-batch has room for one of the units.
+    """
     batches = BalancedParts([max_tokens] * num_batches)
     for unit in units:
         # A unit over the limit takes a whole micro-batch.

@@ -54,7 +54,8 @@ State = Mapping[str, Tensor]
 """Tensors by name: DTensors if several ranks hold shards, plain tensors otherwise."""
 WrittenChunks = list[list[WriteResult]]
 """The chunks that a rank has written: one list for each folder."""
-_UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+# For torch's planners: states are flat already, and their names must not change.
+_KEEP_NAMES = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 _OTHER_MODEL = "Resume with the model that the checkpoint was made from."
 
 
@@ -77,6 +78,8 @@ class StateWriter:
     ) -> None:
         """Copy this rank's chunks, and start to write them. The state may change on return.
 
+        First waits until the previous state is written.
+
         Args:
             states: tensors [...] for each folder, which is created. Names and folders are the same
                 on all ranks.
@@ -93,7 +96,7 @@ class StateWriter:
             return [chunks.write() for chunks in folders]
 
         def complete(written: list[WrittenChunks]) -> WrittenChunks:
-            """On rank 0, complete each folder. Writes no chunks itself, so it returns none."""
+            """On rank 0, complete each folder. Returns no chunks, since it writes none."""
             if self.world.is_first:
                 for number, chunks in enumerate(folders):
                     chunks.complete([by_folder[number] for by_folder in written])
@@ -203,12 +206,13 @@ class _FolderChunks(DefaultSavePlanner):
     """
 
     def __init__(self, folder: Path, state: State, world: ProcessGroup) -> None:
-        super().__init__(**_UNSHARDED)
+        super().__init__(**_KEEP_NAMES)
         self.folder = folder
         self._writer: Any = FileSystemWriter(
             folder, single_file_per_rank=True, thread_count=1, sync_files=True
         )
-        # Files must not contain their path, which changes later, nor a random number.
+        # torch writes what this method returns to the list of chunks: the path of the folder, which
+        # changes later, and a random number. An empty `StorageMeta` has neither.
         self._writer.storage_meta = StorageMeta
         self._writer.set_up_storage_writer(world.is_first)
         self.set_up_planner(dict(state), is_coordinator=world.is_first)
@@ -225,6 +229,7 @@ class _FolderChunks(DefaultSavePlanner):
         self.finish_plan(self._writer.prepare_global_plan(plans)[world.rank])
 
         self._copies = {}
+        # `fqn` is torch's term for the name of a tensor, of which several chunks may be written.
         for name in sorted({item.index.fqn for item in self.plan.items}):
             local = _local_tensor(state[name])
             self._copies[name] = local.to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -323,7 +328,8 @@ def _require_same_tensors(
     entries = chunk_list.state_dict_metadata.items()
     sizes = {name: getattr(entry, "size", None) for name, entry in entries}
 
-    # Checked first: with another optimizer, all tensors of the optimizer are unknown or missing.
+    # Checked first, because this message says more: with another optimizer, all tensors of the
+    # optimizer are unknown or missing.
     kinds = _optimizer_kinds(sizes)
     expected_kinds = _optimizer_kinds(shapes)
     if kinds != expected_kinds:
@@ -372,16 +378,18 @@ class CopyPlan:
 class StateCopier:
     """Copies the state of an engine to shared memory after each step. All ranks create it together.
 
+    Call `open` once, before the first `start`.
+
     Args:
         state: tensors [...] that the engine changes in place and never replaces.
         world: all ranks.
 
     Attributes:
-        plan: what is copied where; the same on all ranks.
+        plan: which chunk is copied where; the same on all ranks.
     """
 
     def __init__(self, state: State, world: ProcessGroup) -> None:
-        planner = DefaultSavePlanner(**_UNSHARDED)
+        planner = DefaultSavePlanner(**_KEEP_NAMES)
         planner.set_up_planner(dict(state), is_coordinator=world.is_first)
         plans, chunk_list = planner.create_global_plan(world.gather(planner.create_local_plan()))
         self.plan = CopyPlan(chunk_list, {}, [])
@@ -395,11 +403,16 @@ class StateCopier:
                     self._chunks.append((end, _local_tensor(state[item.index.fqn])))
                 data = item.tensor_data
                 size = data.chunk.sizes.numel() * data.properties.dtype.itemsize
+                # Rounded up, so that every chunk starts at an aligned address.
                 end += -(-size // SLOT_HEADER_BYTES) * SLOT_HEADER_BYTES
             self.plan.slot_bytes.append(end)
 
     def open(self, path: str) -> None:
-        """Map the file to copy into, which has space for two slots. Raises OSError if it cannot."""
+        """Map the file to copy into, which must have space for two slots.
+
+        Raises:
+            OSError: the file cannot be opened or mapped.
+        """
         with open(path, "r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
@@ -437,7 +450,7 @@ class StateCopier:
             header[0] = 0
             with torch.cuda.stream(stream):  # does nothing for None
                 torch._foreach_copy_(windows, chunks)
-            # A checksum, by which a reader detects damage.
+            # A checksum of all bytes behind the header, by which a reader detects damage.
             header[1] = slot[SLOT_HEADER_BYTES:].view(torch.int64).sum()
             header[0] = step
 
@@ -449,11 +462,11 @@ def read_copy(plan: CopyPlan, read: Callable[[int, int, int], Any], state: State
 
     Args:
         plan: the plan of the copy.
-        read: reads from a rank's slot; called with the rank, the first byte, and the number of
-            bytes, which it returns.
+        read: reads from a rank's slot. Called with the rank, the offset of the first byte, and the
+            number of bytes. Returns the bytes.
         state: tensors [...] to fill; of a DTensor, each rank reads its shard.
     """
-    planner = DefaultLoadPlanner(**_UNSHARDED)
+    planner = DefaultLoadPlanner(**_KEEP_NAMES)
     planner.set_up_planner(dict(state), plan.chunk_list, is_coordinator=True)
     for item in planner.create_local_plan().items:
         entry: Any = plan.chunk_list.state_dict_metadata[item.storage_index.fqn]

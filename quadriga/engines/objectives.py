@@ -56,10 +56,11 @@ class Objective(ABC):
     columns: tuple[str, ...] = ("response_mask",)  # columns of the batch that the loss reads
     router_aux_loss_coef = 0.0  # only for a mixture of experts
     router_z_loss_coef = 0.0  # only for a mixture of experts
-    other_targets = ""  # column [B, T, k] of further tokens whose log-probs the loss reads
+    # Column [B, T, k] of further tokens whose log-probs the loss reads; "": only sampled tokens.
+    other_targets = ""
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
-        """Names of the columns [B, ...] of this batch that the loss reads."""
+        """Names of columns [B, ...] that the loss reads; optional ones if this batch has them."""
         if ROLLOUT_NUM_TOKENS in data.batch.keys():
             return (*self.columns, ROLLOUT_NUM_TOKENS)
         return self.columns
@@ -104,11 +105,11 @@ def add_rollout_tokens(data: DataProto) -> None:
 def aggregation_of(
     config: BatchingConfig, rows: DataProto, counts: LossCounts
 ) -> Callable[[Tensor], Tensor]:
-    """Bind `agg_loss` to the settings of a section, a micro-batch, and counts of its mini-batch.
+    """Bind the arguments of `agg_loss`, except the losses.
 
     Args:
-        config: the section of the trained model.
-        rows: b rows.
+        config: the section of the trained model, with the settings of the aggregation.
+        rows: b rows of the micro-batch.
         counts: counts of the whole mini-batch.
 
     Returns:
@@ -133,7 +134,7 @@ def policy_loss_of(
 
     Args:
         config: the actor's section.
-        correction: the rollout correction. With `bypass_mode`, it is the loss.
+        correction: the rollout correction. With its `bypass_mode`, the loss is the bypass form.
 
     Returns:
         The loss, from columns [b, T] to losses [b, T].
@@ -159,6 +160,7 @@ def policy_loss_of(
             shared["correction"] = correction
     loss = choose_policy_loss(name, config.policy_loss.options, shared)
     if not loss.is_built_in:
+        # A user's loss may read any tensor of the batch, and log-probs of this and the old policy.
         tensors = {field.name for field in FIELDS.values() if field.is_tensor}
         check_fields(loss, {*tensors, "log_prob", "old_log_prob"}, _LOSS_MODE)
     _try_loss(loss)
@@ -169,7 +171,8 @@ def _try_loss(loss: Algorithm) -> None:
     """Call a loss with two responses of up to three tokens, and check its result.
 
     Losses check the values of their options only when they are called. This does nothing for a loss
-    that reads columns of other shapes, or of the user's data: the first step checks its result.
+    that reads columns of other shapes than [B, T], or columns of the user's data: the first step
+    checks the result of such a loss.
 
     Raises:
         ConfigError: the loss refuses an option, fails, or returns no losses per token.
@@ -178,9 +181,11 @@ def _try_loss(loss: Algorithm) -> None:
     fields = {}
     input_names = {*loss.fields, *loss.column_fields} - loss.columns.keys()
     for name in input_names:
+        # `FIELDS` lists columns of a batch. The log-probs of a loss have the shape of this column.
         column = "old_log_probs" if name in ("log_prob", "old_log_prob") else name
         if column not in FIELDS or FIELDS[column].shape != "(B, T)":
             return
+        # Any number will do that can be a log-prob, an advantage, and so on.
         fields[name] = mask if name == "response_mask" else torch.full(mask.shape, -0.5)
     if "log_prob" in fields:
         fields["log_prob"].requires_grad_()
@@ -313,6 +318,7 @@ class PolicyObjective(Objective):
             data.batch[name] = column
 
     def _missing_error(self, names: Iterable[str], data: DataProto) -> EngineError:
+        """Error for a batch without columns that the policy loss reads."""
         return EngineError(
             f"policy loss {self.policy_loss.name}",
             got=f"a batch without {', '.join(sorted(names))}",
@@ -324,11 +330,12 @@ class PolicyObjective(Objective):
         """[B] bool: rows that can change the gradient.
 
         With most losses, a row whose advantages are 0 has a gradient only if there is another term,
-        such as a divergence or an entropy bonus. With `calculate_entropy`, all rows are computed
-        all the same, so that metrics cover all of them.
+        such as a divergence or an entropy bonus. With `calculate_entropy`, all rows are included
+        nevertheless, so that metrics cover all of them.
         """
         mask = data.batch["response_mask"].bool()
         config = self.config
+        # Whether a row has a gradient whatever its advantages are.
         changes_all_rows = (
             not self.policy_loss.needs_advantage
             or self.teacher is not None
@@ -349,7 +356,8 @@ class PolicyObjective(Objective):
         mask = rows.batch["response_mask"]
         # Outputs outside of the response mask are for the loss of echo tokens only.
         log_prob = zero_outside(outputs["log_probs"], mask)
-        # Without old log-probs this is the only update since sampling: the current ones are equal.
+        # Without old log-probs, this is the first update since sampling, so the current ones are
+        # the old ones.
         old_log_prob = rows.batch.get("old_log_probs", log_prob.detach())
         columns = dict(rows.batch.items()) | {"old_log_prob": old_log_prob}
         missing = self._loss_fields - columns.keys()
@@ -373,7 +381,8 @@ class PolicyObjective(Objective):
         if not self.policy_loss.is_built_in:
             result = check_losses(self.policy_loss.name, result, mask)
         losses, diagnostics = result
-        # The importance weights of a correction apply to every loss.
+        # A loss that does not apply the importance weights of a correction itself is multiplied
+        # here.
         if weights is not None and not self._loss_applies_weights:
             losses = losses * weights
         loss = aggregation_of(config, rows, counts)(losses)
@@ -381,7 +390,7 @@ class PolicyObjective(Objective):
         for name, values in diagnostics.items():
             metrics[f"actor/{name}"] = _token_mean(values, mask)
 
-        # A pass for old log-probs has measured entropy and mismatch already, over all rows.
+        # If there was a pass for old log-probs, it has measured entropy and mismatch over all rows.
         if "old_log_probs" not in columns:
             metrics["actor/entropy"] = _token_mean(outputs["entropy"], mask)
             sampled = columns.get("rollout_log_probs")
@@ -438,7 +447,11 @@ class PolicyObjective(Objective):
     def _divergence_from(
         self, teacher: DistillationConfig, rows: DataProto, outputs: Mapping[str, Tensor]
     ) -> LossAndMetrics:
-        """Compute the divergence from the teacher [b, T], and metrics."""
+        """Compute the divergence from the teacher [b, T], and metrics.
+
+        It is the forward KL over the teacher's `num_top_tokens` likeliest tokens if that is set,
+        otherwise an estimate from the sampled tokens.
+        """
         mask = rows.batch["response_mask"]
         log_prob = outputs["log_probs"]
         teacher_log_prob = rows.batch[TEACHER_LOG_PROB]

@@ -44,7 +44,7 @@ class RowImages:
     # like for videos.
     inputs: Mapping[str, Tensor]
     token_indices: np.ndarray  # indices of the image tokens in the row; they are never trained
-    key: bytes  # equal for equal images
+    key: bytes  # equal for rows with the same images
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class PackingRules:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "PackingRules":
         """Find the rules for a model."""
+        # Infinite if positions never depend on the length of the row.
         limit = length_limit(model.config) or math.inf
         return cls(ImageTokens.of(model.config), limit if is_packed(model) else 0)
 
@@ -97,8 +98,8 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
         image_tokens: image tokens of a vision-language model.
 
     Returns:
-        The rows. Their `num_response_tokens` counts only the response tokens to compute: those
-        before the last one with a loss.
+        The rows. `num_response_tokens` counts only the response tokens to compute: those before the
+        last token with a loss, and at least those up to the last image token.
 
     Raises:
         EngineError: a prompt is empty, or a row does not match its images.
@@ -125,6 +126,7 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
             raise EngineError(
                 f"row {row} of a batch", got="an empty prompt", expected="at least one prompt token"
             )
+        # Responses are padded on the right, so columns are also indices in the response.
         loss_indices = np.flatnonzero(has_loss[row])
         # Token i is predicted at token i - 1, so the last token with a loss is not computed itself.
         num_response_tokens = int(loss_indices[-1]) if len(loss_indices) else 0
@@ -176,11 +178,12 @@ def _row_images(
 
     Args:
         row: number of the row, for an error.
-        inputs: its entry of `multi_modal_inputs`.
-        tokens: [L] ids of its tokens, with -1 for tokens that the model generated.
+        inputs: the row's entry of `multi_modal_inputs`; empty if the row has no images.
+        tokens: [L] ids of the row's tokens, with -1 for tokens that the model generated.
         num_prompt_tokens: number of tokens of the prompt.
         image_tokens: image tokens of the model; None for a text model.
-        image_keys: keys of images by the id of their `inputs`; new ones are added.
+        image_keys: keys of images by the id of their `inputs`, so that the images of a prompt's
+            samples are hashed once. A new key is added.
 
     Returns:
         The images; None if the row has none.
@@ -242,8 +245,8 @@ def pack(
         is_shared = len(members) > 1
         first = rows[members[0]]
         num_prompt_tokens = first.num_prompt_tokens
-        # A shared prompt is a segment of its own, which each response continues. A prompt of a
-        # single row forms one causal segment together with its response.
+        # A prompt that several rows share is a segment of its own, which each response continues.
+        # Otherwise prompt and response are one segment.
         length = num_prompt_tokens + (0 if is_shared else first.num_response_tokens)
         tokens = np.concatenate([first.prompt, first.response])[:length]
         segment = sequence.append(tokens, first.positions[..., :length])
@@ -321,7 +324,8 @@ class _Sequence:
         self.input_ids.append(input_ids)
         self.positions.append(positions)
         self.num_tokens += segment.length
-        # A token attends to those before it in its segment, and to the prefix.
+        # A token attends to the earlier tokens of its segment, and to the prefix: in a segment of n
+        # tokens after p, n (n / 2 + p) pairs.
         prefix_length = prefix.length if prefix else 0
         self.sum_of_squares += segment.length * (segment.length + 2 * prefix_length)
         return segment

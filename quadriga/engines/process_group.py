@@ -69,7 +69,7 @@ class ProcessGroup:
         return self.rank == 0
 
     def totals(self, *counts: int) -> list[int]:
-        """Sum each count over all ranks: [counts] -> [counts]."""
+        """Sum each of the counts over all ranks."""
         if self.size == 1:
             return list(counts)
         numbers = torch.tensor(counts, dtype=torch.int64, device=self.device)
@@ -98,7 +98,7 @@ class ProcessGroup:
         with detect_lost_peer(self._name_activity("the sum of gradients")):
             nbytes = attrgetter("nbytes")
             for bucket in buckets(tensors, nbytes, BUCKET_BYTES, lambda tensor, _: tensor):
-                # A large tensor needs no copy.
+                # A tensor that fills a bucket alone is summed in place, without a copy.
                 if len(bucket) == 1 and bucket[0].is_contiguous():
                     dist.all_reduce(bucket[0], group=self.group)
                     continue
@@ -113,11 +113,11 @@ class ProcessGroup:
 
         Args:
             description: what the tensors are, for an error.
-            tensors: [...] each. Compared by the sum of their bits as integers, which does not
-                depend on the order of additions.
+            tensors: [...] each. Ranks compare the sum of each tensor's bits as integers, which does
+                not depend on the order of additions.
 
         Raises:
-            EngineError: on every rank, if the numbers of any rank differ from those of rank 0.
+            EngineError: on every rank, if any rank has other numbers than rank 0.
         """
         if self.size == 1:
             return
@@ -138,6 +138,7 @@ class ProcessGroup:
             )
 
     def _name_activity(self, activity: str) -> str:
+        """Say which rank waits in which collective, for the error of a lost peer."""
         return f"rank {self.rank} of {self.size} in {activity}"
 
 
@@ -145,17 +146,20 @@ ALONE = ProcessGroup()
 
 
 class Membership:
-    """State of torch's default group in this process. Never instantiated."""
+    """Counters of torch's default group in this process. Never instantiated.
+
+    A meeting is the forming of the default group by all ranks. They meet again after it has ended.
+    """
 
     num_roles = 0  # roles of this process in the group
-    num_meetings = 0  # groups formed by this process; groups of an earlier meeting are invalid
+    num_meetings = 0  # meetings so far; groups that were formed after an earlier one are invalid
 
 
 def join(place: ProcessPlace, device: torch.device, *, also_alone: bool = False) -> ProcessGroup:
     """Join the process group at rank 0's address. The first role of a process forms the group.
 
     Args:
-        place: position of this rank, and the address.
+        place: position of this rank, and the address of rank 0.
         device: device of the models; it chooses the backend, `nccl` for CUDA and otherwise `gloo`.
         also_alone: whether a single process forms a group, which Megatron needs.
 

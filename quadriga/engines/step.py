@@ -42,7 +42,7 @@ _MAX_DIFFERING_ROUTES = 0.5
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
-    """Learning rate of a training step, which all its optimizer steps use.
+    """Learning rate of a training step, the same for all optimizer steps of this training step.
 
     Warm-up is linear: the first of w steps has 1/w of the rate, or 0 with `zero_indexed_step`. Then
     the rate is constant, or decays linearly or as a cosine.
@@ -102,7 +102,7 @@ def infer(
 
     Returns:
         Outputs by name, float32 [B, T] unless said above, on the CPU, zero outside of the response
-        mask.
+        mask. `routed_experts` are [B, P + T, L, k], -1 at tokens that were not computed.
     """
     # Rows that are not computed, and tokens outside of the response mask, keep the initial values.
     question = ScoreQuestion(temperature, with_entropy, with_sum_pi_squared, top_k)
@@ -163,12 +163,12 @@ class FirstOutputs:
         self.is_computed = torch.zeros(num_rows, dtype=torch.bool)
 
     def add(self, rows: Tensor, packed: PackedBatch, outputs: Outputs) -> None:
-        """Add the outputs of a micro-batch, except those of rows that have some already.
+        """Add the outputs of a micro-batch. Rows that have outputs already keep them.
 
         Args:
             rows: [b], numbers of the rows.
             packed: the packed rows.
-            outputs: their outputs, [M] each.
+            outputs: outputs of the packed rows by name, [M] each.
         """
         # Later passes of an update compute the same rows again, with changed weights.
         is_new = ~self.is_computed[rows]
@@ -201,10 +201,10 @@ def update(
         first_outputs: gets the outputs of each row's first forward pass.
 
     Returns:
-        Metrics, averaged over optimizer steps; those of all ranks are still to be combined.
+        Metrics of this rank, averaged over optimizer steps. The caller combines the ranks' metrics.
     """
     updater = _Updater(engine, objective, passes.micro, temperature, first_outputs)
-    steps = []
+    steps = []  # of each optimizer step, shares and other metrics; see `_Updater.step`
     world = engine.processes.world
     with engine.awake(*ALL_KINDS), count_waits(world.size, world.device.type):
         for rows, positions in mini_batches(data, engine.processes.replicas, passes):
@@ -213,8 +213,9 @@ def update(
             mini_batch = data if has_all_rows else data.select_idxs(rows)
             steps.append(updater.step(mini_batch, rows, positions, lr))
 
-    # Shares are this rank's parts of sums over all ranks. Average each over all steps, with 0 for
-    # steps in which this rank computed nothing. Reduction "sum" then adds up the ranks' averages.
+    # Shares are this rank's parts of sums over all ranks, such as the loss. Average each over all
+    # steps, with 0 for steps in which this rank computed nothing. The caller then adds up the
+    # averages of all ranks, because of the reduction "sum".
     zeros = {name: Metric(0.0) for shares, _ in steps for name in shares}
     metrics = {}
     for name, metric in merge_metrics(zeros | shares for shares, _ in steps).items():
@@ -222,7 +223,7 @@ def update(
     metrics |= merge_metrics(other_metrics for _, other_metrics in steps)
 
     if engine.processes.replicas.size > 1:
-        # How much longer steps take than with equal work on all ranks: largest over mean work.
+        # Largest work of a rank over mean work: how much longer steps take than with equal work.
         name = f"perf/flops/{objective.name}"
         flops_by_rank = engine.processes.replicas.gather(
             [other_metrics[name].value for _, other_metrics in steps]
@@ -249,6 +250,7 @@ class MicroBatchLoss:
     outputs: Outputs | None = None  # of the last call, if they are kept
 
     def __call__(self, outputs: Outputs) -> Tensor:
+        """Compute the loss [], and store metrics and, on request, outputs."""
         if self.keeps_outputs:
             is_response = self.rows.batch["response_mask"][self.packed.rows, self.packed.columns]
             self.outputs = {}
@@ -298,7 +300,8 @@ class _Updater:
         )
         num_rollouts = num_sequences
         if rollout_num_tokens is not None:
-            # Rows of a rollout may be on several ranks: their shares add up to whole numbers.
+            # A rollout may have rows on several ranks. Each rank counts the part of the rollout
+            # that its rows are, so the sum is a whole number.
             num_rollouts = round(math.fsum(replicas.gather(local_counts.num_rollouts)))
         counts = LossCounts(num_tokens, num_sequences, num_rollouts, num_echo_tokens)
 
@@ -319,7 +322,8 @@ class _Updater:
         if num_computed == 0:
             micro_metrics = self._sample_metrics(mini_batch, positions, counts, routing)
         router_metrics = {} if routing is None else _router_metrics(engine, routing)
-        # After the sample was computed: momentum moves the weights even without a gradient.
+        # Only after the sample was computed: the step changes the weights even without a gradient,
+        # by momentum.
         result = engine.optimizer_step(lr)
 
         shares = {}
@@ -336,9 +340,10 @@ class _Updater:
         return shares, metrics
 
     def _create_routing(self, counts: LossCounts) -> Routing:
-        """Create the counters of a mini-batch's router statistics, and weights of router losses."""
+        """Routing of a mini-batch, with counters of statistics and weights of router losses."""
         routers = self.engine.scorer.routers
-        # Routers sum their losses over tokens. Divide by the tokens of the whole mini-batch.
+        # Routers sum their losses over tokens, so a token's weight is one over the number of tokens
+        # in the whole mini-batch. In float16 it includes the loss scale, as in other losses.
         num_tokens = max(counts.batch_num_tokens + counts.num_echo_tokens, 1)
         token_weight = float(self.engine.optimizer.loss_scale[0]) / num_tokens
         return Routing(
@@ -371,7 +376,7 @@ class _Updater:
         engine = self.engine
         prefix = self.objective.name
         num_packed = sum(packed.num_tokens for packed in packed_batches)
-        # Ranks that compute the same rows share their cost.
+        # Several ranks compute these rows together. Each reports an equal part of the cost.
         num_sharers = engine.processes.world.size / engine.processes.replicas.size
         flops = math.fsum(engine.cost.update_flops_of(packed) for packed in packed_batches)
         return {
@@ -413,7 +418,7 @@ class _Updater:
         all_lengths = sorted(chain.from_iterable(lengths_by_rank), key=itemgetter(0))
         batches = micro_batches([length for _, length in all_lengths], self.micro)
 
-        # Compute those of its rows that are on this rank.
+        # Compute the rows of this micro-batch that are on this rank.
         row_at_position = {position: row for row, position in enumerate(positions.tolist())}
         sampled_rows = []
         for index in batches[0] if batches else []:
@@ -438,7 +443,7 @@ class _Updater:
         for indices, packed in _pack_micro_batches(self.engine, rows, self.micro, routing):
             micro_rows = rows.select_idxs(indices).select(fields).to(self.engine.device)
             if objective.other_targets:
-                # Score further tokens at each position, besides the sampled one: [M, 1 + k].
+                # At each position, also score the further tokens: targets [M, 1 + k].
                 column = micro_rows.batch[objective.other_targets]
                 other_ids = column[packed.rows, packed.columns].long()
                 targets = torch.cat([packed.targets[:, None], other_ids], 1)
@@ -458,7 +463,7 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
 
     Args:
         engine: the model.
-        routing: counters of this rank; summed over all ranks here.
+        routing: counters of this rank, which become those of all ranks.
 
     Returns:
         Largest and smallest load of an expert in any layer, as a multiple of the mean load; the
@@ -556,7 +561,7 @@ def _pack_micro_batches(
     lengths = [tokens[number] for number in predicted_rows]
     longest = max((row.num_prompt_tokens + row.num_response_tokens for row in lengths), default=0)
     if longest > engine.packing.packs_up_to:
-        # Such a row cannot be packed with others, so each one is alone.
+        # Such a row cannot be packed with others, so every row gets its own micro-batch.
         micro = replace(micro, num_sequences=1, share_prompts=False)
 
     divide = partial(micro_batches, lengths, micro, attention_tokens=engine.cost.attention_tokens)
@@ -583,7 +588,7 @@ def _pack_micro_batches(
 
 
 def _pack_routes(routes: Tensor, attention_mask: Tensor, packed: PackedBatch) -> Tensor:
-    """Arrange the replayed routes of padded rows as the tokens of a packed micro-batch.
+    """Arrange the replayed routes of padded rows in the order of a packed micro-batch's tokens.
 
     Args:
         routes: [b, P + T, L, k], the experts of each token in each layer.

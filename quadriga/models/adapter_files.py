@@ -40,7 +40,7 @@ from quadriga.models.weight_files import (
 )
 
 ADAPTER_NAME = "default"
-# PEFT leaves the adapter's name out of its files.
+# Name of a factor in PEFT's files, which do not contain the adapter's name.
 _IN_PEFT = re.compile(r"^(?:base_model\.model\.)?(.+)\.weight$")
 _FACTOR = re.compile(rf"(?P<module>.+)\.lora_(?P<factor>[AB])\.{ADAPTER_NAME}\.weight")
 _BASE = ".base_layer."
@@ -83,11 +83,11 @@ def merge_adapter(
 ) -> Iterator[tuple[str, Tensor]]:
     """Stream the parameters of a model, with its adapter merged into them.
 
-    A weight is followed by its factors in a model, so only one weight and its factors are in memory
-    at a time.
+    In a model, an adapted weight is followed by its factors A and B, so only one weight and its
+    factors are in memory at a time.
 
     Args:
-        weights: parameters of a model with an adapter, by name, in the model's order.
+        weights: names and parameters of a model with an adapter, in the model's order.
         scale: factor of B A.
 
     Returns:
@@ -112,7 +112,7 @@ def merge_adapter(
 
 
 class AdapterFiles(RenamedFiles):
-    """PEFT's `adapter_model.safetensors` in a folder, under the names that a model uses."""
+    """Factors in a folder's `adapter_model.safetensors`, under the names that a model uses."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
@@ -139,7 +139,7 @@ class MergedFiles:
         self.adapter = adapter
         self.scale = scale
         self.shapes = base.shapes
-        # Factors of an adapter for another model must not be ignored silently.
+        # Factors that fit no weight, such as those for another model, must not be ignored silently.
         pairs = map(factor_names, base.shapes)
         complete_pairs = [pair for pair in pairs if adapter.shapes.keys() >= set(pair)]
         unused_names = adapter.shapes.keys() - set(chain(*complete_pairs))
@@ -182,7 +182,7 @@ def open_model(folder: str | Path) -> WeightFiles:
             fix="Set base_model_name_or_path in this file; "
             "`quadriga prepare model NAME --output DIR` fetches a model.",
         )
-    # The base model may be an adapter's folder, too.
+    # The base model may itself be a folder with an adapter.
     return MergedFiles(open_model(shape.base), AdapterFiles(folder), shape.scale, folder)
 
 

@@ -68,7 +68,7 @@ _PERIODS = (
     "expert_layer_period",
 )
 _MIN_LAYERS = 2  # minimum number of layers of the small model
-_WIDTH = 128  # its hidden size, if heads have a size of their own
+_WIDTH = 128  # hidden size of the small model, if the size of its heads does not depend on it
 # Entries by which the configuration of a loaded model may differ from the one in its folder.
 _UNIMPORTANT = (
     "dtype",
@@ -108,7 +108,7 @@ class Way:
 
 
 PACKED = Way(ATTENTION_NAME, "sdpa")
-_ways: dict[str, Way] = {}  # results of the trials of this process
+_ways: dict[str, Way] = {}  # results of this process's trials, by configuration
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
@@ -151,7 +151,7 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Whether a model takes packed rows with an attention plan, or one row [1, N] at a time."""
+    """Whether a model takes packed rows with an attention plan, instead of single rows [1, N]."""
     return model.config._attn_implementation == ATTENTION_NAME
 
 
@@ -207,25 +207,25 @@ def way_of(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Way:
                 trial = _Trial(small_config(config, width=_WIDTH), trust_remote_code)
                 _ways[key] = trial.choose_way()
             except EngineError:
-                # Some architectures do not work with another width. Try again with their own.
+                # Some architectures do not work with a smaller hidden size. Try again without.
                 _ways[key] = _Trial(small_config(config), trust_remote_code).choose_way()
     return _ways[key]
 
 
 def choose_attention(model: PreTrainedModel) -> None:
-    """Change the attention of a model that was loaded for packed rows, if it cannot pack them."""
+    """Set transformers' attention in a model that, by its trial, cannot compute packed rows."""
     way = way_of(model.config)
     if way.attention != ATTENTION_NAME:
         model.set_attn_implementation(way.attention)
 
 
 def small_config(config: PreTrainedConfig, *, width: int | None = None) -> PreTrainedConfig:
-    """Configuration of a small model with each kind of layer, and as many heads of the same size.
+    """Configuration of a small model with each kind of layer. Heads stay as they are.
 
     Args:
         config: configuration of the full model.
-        width: upper limit of the hidden size D, for models whose heads have a size of their own.
-            None: D stays as it is.
+        width: upper limit of the hidden size D, for models in which the size of heads does not
+            depend on D. None: D stays as it is.
     """
     small = copy.deepcopy(config.get_text_config())
     _keep_kinds_of_layers(small)
@@ -257,14 +257,15 @@ def _keep_kinds_of_layers(small: PreTrainedConfig) -> None:
     num_layers = int(small.num_hidden_layers)
     if num_layers < 2:
         return
-    # Lists with an entry per layer. Layers are of one kind if their entries are equal.
+    # Lists with an entry per layer. Two layers are of the same kind if they have the same entries.
     lists = {}
     for name, value in vars(small).items():
         if isinstance(value, list) and len(value) == num_layers:
             lists[name] = value
     kinds = list(zip(*lists.values(), strict=True))
 
-    # Keep the first layer of each kind, which `index` finds, and one period of each alternation.
+    # Keep the first layer of each kind, whose number `index` finds, and one period of each
+    # alternation.
     first_layers = [kinds.index(kind) for kind in kinds]
     periods = [getattr(small, name, None) or 0 for name in _PERIODS]
     num_kept = min(num_layers, max(_MIN_LAYERS, 1 + max(first_layers + periods)))
@@ -290,6 +291,9 @@ def pack_rows(rows: Sequence[tuple[list[int], list[int]]], device: torch.device)
     Args:
         rows: prompt and response of each row. Consecutive rows with the same prompt share it.
         device: device of the batch.
+
+    Returns:
+        The batch. Its `sum_of_squared_lengths` is only an upper limit.
     """
     tokens = []
     positions = []
@@ -346,9 +350,15 @@ class _Trial:
         self.rows = draw_sample_rows(config.vocab_size)
 
     def choose_way(self) -> Way:
-        """Choose the first way whose log-probs equal those of transformers' own forward."""
+        """Choose the first way whose log-probs equal those of transformers' own forward.
+
+        Raises:
+            EngineError: transformers cannot compute the model, or its logits are not the products
+                of hidden states and head.
+        """
         try:
             model = self.build_model("eager")
+            # The same model, with transformers' logits and with products of its head.
             expected = transformers_log_probs(model, self.rows)
             computed = self.log_probs_of_rows(model)
         except Exception as error:
@@ -369,12 +379,14 @@ class _Trial:
                 fix="Take a model of an architecture in docs/models.md.",
             )
         reason = self.unsupported_reason(ATTENTION_NAME, expected)
-        # For `generate`, and for rows that cannot be packed.
+        # For `generate`, and for rows if they cannot be packed.
         fallback = "eager" if self.unsupported_reason("sdpa", expected) else "sdpa"
         return Way(fallback if reason else ATTENTION_NAME, fallback, reason)
 
     def unsupported_reason(self, attention: str, expected: Tensor) -> str:
         """Explain why an implementation of attention cannot compute the model; "" if it can.
+
+        The text is about packed rows. Of other implementations, only use whether it is empty.
 
         Args:
             attention: name of the implementation.
@@ -395,7 +407,11 @@ class _Trial:
         return ""
 
     def build_model(self, attention: str) -> PreTrainedModel:
-        """Build the model with random weights, which are the same in each call."""
+        """Build the model with random weights, which are the same in each call.
+
+        Args:
+            attention: name of the implementation of attention.
+        """
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             self.config,
@@ -414,7 +430,7 @@ class _Trial:
         return model.eval()
 
     def log_probs_of_rows(self, model: PreTrainedModel) -> Tensor:
-        """Compute the log-probs [M] of the response tokens, row by row, with the head's weight."""
+        """Compute the log-probs [M] of the response tokens, row by row, as products of the head."""
         cpu = torch.device("cpu")
         return torch.cat([_log_probs(model, pack_rows([row], cpu)) for row in self.rows])
 
@@ -443,7 +459,7 @@ def transformers_log_probs(
 
 
 def _log_probs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
-    """Compute the log-probs [M] of a batch's targets, from hidden states and the head's weight."""
+    """Compute the log-probs [M] of a batch's targets, as products of hidden states and head."""
     options = {"attention_plan": batch.plan} if is_packed(model) else {}
     head = head_of(model)
     output = backbone(model)(

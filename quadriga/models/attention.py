@@ -167,8 +167,8 @@ class PackedBatch:
         shape: (b, T).
         sum_of_squared_lengths: about twice the pairs of tokens that attention computes.
         images: images of the rows.
-        token_indices: by row with targets, the packed indices of its first tokens, up to the last
-            predictor.
+        token_indices: for each row with targets, the packed indices of its tokens up to the last
+            predictor. A row's later tokens are not packed.
         routing: replay and statistics of the routers of a mixture of experts. None: the routers
             choose, and are not observed.
     """
@@ -290,7 +290,8 @@ class PackedAttention:
     def _pieces_of(self, segment: Segment) -> list[PaddedRows]:
         """Cut a segment into rows [1, block_tokens], of which the last may be shorter.
 
-        Cached, because gradients are summed by the identity of the rows.
+        Cached, because `KeyGradientSums` finds the gradients of the same keys by the identity of
+        their rows.
         """
         if segment not in self._pieces:
             stop = segment.start + segment.length
@@ -308,6 +309,7 @@ class PackedAttention:
         if segment.prefix is not None:
             earlier_pieces += self._pieces_of(segment.prefix)
         for piece in self._pieces_of(segment):
+            # Position of the piece's first token in the sequence, prefix included.
             position = sum(keys.shape[1] for keys in earlier_pieces)
             key_runs = [_KeyRun(piece, slice(None), is_causal=True)]
             key_runs += _full_key_runs(earlier_pieces, slice(None), position)
@@ -329,8 +331,10 @@ class PackedAttention:
             if prefix is not None:
                 key_runs += _full_key_runs(self._pieces_of(prefix), slice(row, stop), prefix.length)
             row = stop
-        own_keys = [self._pieces_of(member)[0] for member in members if member.prefix is None]
-        return _QueryBlock(queries, key_runs, own_keys)
+        # Segments without a prefix may be prefixes of others, which see them as pieces. A segment
+        # that shares a block fits into one piece.
+        own_pieces = [self._pieces_of(member)[0] for member in members if member.prefix is None]
+        return _QueryBlock(queries, key_runs, own_pieces)
 
     def attend(
         self,
@@ -375,8 +379,8 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, blocks, rule):
         # The backward pass needs results in float32: rounded to half precision, they would add an
-        # error as large as that of rounded gradients. For long batches, which would need too much
-        # memory, it computes them again.
+        # error as large as that of rounded gradients. In long batches, float32 results would need
+        # too much memory, so the backward pass computes them again.
         is_wide = query.device.type == "cpu" and len(query) <= _MAX_FLOAT32_TOKENS
         out = query.new_empty(query.shape, dtype=torch.float32 if is_wide else query.dtype)
         log_sums = query.new_empty(query.shape[:2], dtype=torch.float32)  # [N, H]
@@ -399,9 +403,9 @@ class _BlockwiseAttention(torch.autograd.Function):
         sums, grads = KeyGradientSums.with_gradients(
             inputs, shares_memory=len(out) > _MAX_FLOAT32_TOKENS
         )
-        # In float32, a block writes the gradients of its own keys, and later blocks add to them. In
-        # half precision, which would round each addition, the blocks run in reverse order: the
-        # others' gradients of a block's keys are summed first, and the block writes the total.
+        # In float32, a block writes the gradients of its own keys, and later blocks add to them.
+        # Half precision would round each addition, so there the blocks run in reverse order: later
+        # blocks sum their gradients of a block's keys in float32, and the block writes the total.
         blocks = ctx.blocks
         if grads[0].dtype != torch.float32:
             blocks = reversed(blocks)
@@ -418,7 +422,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LayerRule:
-    """Rule by which the scores of a layer are computed, with the masks that its window needs."""
+    """Scale, window and cap of the scores of a layer, and a cache of masks for the window."""
 
     scale: float
     window: int | None
@@ -428,7 +432,7 @@ class _LayerRule:
 
 @dataclass(frozen=True)
 class _KeyRun:
-    """Keys that rows of a block see: the block's own [b, L] causally, or others [1, S] in full.
+    """Keys that rows of a block see: the block's own [b, L] causally, or other keys [1, S] in full.
 
     Attributes:
         keys: the keys.
@@ -443,11 +447,11 @@ class _KeyRun:
     distance: int = 0
 
     def score_rule(self, queries: Tensor, rule: _LayerRule) -> ScoreRule | None:
-        """Rule for the scores of queries [b, L, H, D] and these keys; None if no query sees any."""
+        """Rule for scores of queries [b, L, H, D] and these keys; None if no query sees a key."""
         num_rows, length = queries[self.rows].shape[:2]
         num_keys = self.keys.shape[1]
-        # The last query and the first key are the farthest apart. If they are within the window,
-        # all are.
+        # The last query and the first key are the farthest apart. If the window does not hide this
+        # key, it hides none.
         if rule.window is None or self.distance + length <= rule.window:
             return ScoreRule(rule.scale, self.is_causal, rule.softcap)
         # The first query and the last key are the nearest. If the window hides this key, it hides
@@ -472,13 +476,21 @@ class _KeyRun:
             is_hidden |= num_behind < 0
         return torch.zeros(length, num_keys, device=device).masked_fill_(is_hidden, HIDDEN)
 
-    def inputs(self, queries: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Query, key and value of a flash call, from a block's queries and the packed inputs."""
+    def flash_inputs(self, queries: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Query, key and value of a flash call for these keys.
+
+        Args:
+            queries: [b, L, H, D] of the block.
+            inputs: packed query [N, H, D], key and value [N, K, D].
+        """
         _, key, value = inputs
         return [self.select_rows(queries), self.keys.gather(key), self.keys.gather(value)]
 
     def select_rows(self, block: Tensor) -> Tensor:
-        """Select the rows [b, L, ...] that see the keys, as one longer row if keys are shared."""
+        """Select the rows of a block [b, L, ...] that see the keys.
+
+        Rows that see other keys than their own see the same keys, so they become one longer row.
+        """
         rows = block[self.rows]
         return rows if self.is_causal else rows.flatten(0, 1)[None]
 
@@ -486,7 +498,9 @@ class _KeyRun:
         self, key_grads: Sequence[Tensor], totals: Sequence[Tensor], sums: KeyGradientSums
     ) -> None:
         """Add gradients of key and value to the packed gradients `totals`, or to `sums`."""
-        # In half precision, sums are kept in float32 until the block of the keys, and rounded once.
+        # In half precision, gradients from several blocks are summed in float32 and rounded once,
+        # when the block of the keys is computed. A block's own keys that no other block has seen
+        # need no sum.
         is_float32 = totals[0].dtype == torch.float32
         if is_float32 or (self.is_causal and self.keys not in sums):
             for grad, total in zip(key_grads, totals, strict=True):
@@ -501,8 +515,8 @@ class _QueryBlock:
 
     Attributes:
         queries: the queries.
-        key_runs: runs of keys that they see, their own keys first.
-        own_pieces: pieces of their own keys that other blocks may see, too.
+        key_runs: runs of keys that the queries see, their own keys first.
+        own_pieces: pieces of the queries' own keys, under which other blocks may see them.
     """
 
     queries: PaddedRows
@@ -530,12 +544,12 @@ class _QueryBlock:
             rule: how scores are computed.
         """
         (own_run, own_rule), *other_runs = self.visible_runs(queries, rule)
-        out, log_sums = flash_forward(own_run.inputs(queries, inputs), own_rule)
-        # Results are run_results in float32, and rounded once.
+        out, log_sums = flash_forward(own_run.flash_inputs(queries, inputs), own_rule)
+        # Results are merged in float32, and rounded once.
         if other_runs or sinks is not None:
             out = out.float()
         for run, run_rule in other_runs:
-            run_out, run_sums = flash_forward(run.inputs(queries, inputs), run_rule)
+            run_out, run_sums = flash_forward(run.flash_inputs(queries, inputs), run_rule)
             # Views of the block's rows, updated in place.
             row_out = out[run.rows]  # [rows, L, H, D]
             row_sums = log_sums[run.rows]  # [rows, L, H]
@@ -568,7 +582,7 @@ class _QueryBlock:
             rule: how scores are computed.
             results: gradient and value of the packed result [N, H, D], and its log-sum-exps [N, H].
             grads: gradients of the inputs, changed in place.
-            sums: sums of gradients of keys whose block has yet to come, changed in place.
+            sums: float32 sums of gradients of keys whose block comes later, changed in place.
         """
         grad, out, log_sums = results
         queries = self.queries.gather(inputs[0])
@@ -590,7 +604,7 @@ class _QueryBlock:
         grad_queries = torch.empty(0)
         for run, run_rule in self.visible_runs(queries, rule):
             run_results = [run.select_rows(tensor) for tensor in (grad, out, log_sums)]
-            run_inputs = run.inputs(queries, inputs)
+            run_inputs = run.flash_inputs(queries, inputs)
             run_grad, *key_grads = flash_backward(run_results, run_inputs, run_rule)
             run.add_gradients(key_grads, grads[1:], sums)
             if run.is_causal:
@@ -604,6 +618,8 @@ class _QueryBlock:
         finished += sums.pop_copies([self.queries])
         self.queries.scatter(grad_queries, grads[0])
         for keys, totals in finished:
+            # The sum for `self.queries` includes this block's own gradients, so it replaces them.
+            # The sums for other pieces do not, so they are added.
             for total, packed in zip(totals, grads[1:], strict=True):
                 keys.scatter(total, packed, add=keys is not self.queries)
 
@@ -649,10 +665,11 @@ def _group_segments(
         reverse=True,
     )
 
-    def most_padded_tokens(group: Sequence[Segment]) -> float:
+    def max_padded_tokens(group: Sequence[Segment]) -> float:
+        """Limit of a group's tokens, padding included."""
         return min(block_tokens, (1 + max_padding) * sum(segment.length for segment in group))
 
-    groups = _join_neighbours([[segment] for segment in ordered], most_padded_tokens)
+    groups = _join_neighbours([[segment] for segment in ordered], max_padded_tokens)
     # A call costs as much as some hundred tokens, so join small neighbours.
     return _join_neighbours(groups, lambda _: min(block_tokens, min_tokens))
 

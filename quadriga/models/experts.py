@@ -25,7 +25,7 @@ from quadriga.errors import EngineError
 
 ROUTES = "routed_experts"
 """Batch field [B, P + T, L, k]: the experts that a token goes through; -1 where unknown."""
-_NUM_SUMS = 6  # columns of `Routing.sums` after those of the experts
+_NUM_SUMS = 6  # columns of `Routing.sums` behind the columns of the experts
 
 
 def mixtures(model: nn.Module) -> Iterator[Any]:
@@ -48,9 +48,9 @@ def router_of(mixture: Any) -> Any:
 
 
 def _mixtures_to_route(model: nn.Module) -> dict[str, Any]:
-    """Find the mixtures whose routers can be recorded and replayed, by name.
+    """Find the mixtures whose routers can be recorded and replayed, by name of the mixture.
 
-    These routers have the attributes `num_experts` and `top_k`.
+    Only routers with the attributes `num_experts` and `top_k` can.
     """
     mixtures_by_name = {}
     for name, module in model.named_modules():
@@ -99,8 +99,8 @@ class Routing:
         chosen: experts [N, L, k] of the last call.
         sums: [L, E + 6] float64, to which each call adds sums over its predicted tokens: the number
             of tokens of each expert; then the number of tokens, entropies, load-balancing losses,
-            z-losses, the number of tokens with replayed experts, and the number of those for which
-            the router would have chosen other experts. None: nothing is summed.
+            z-losses, the number of tokens with replayed experts, and the number of replayed tokens
+            for which the router would have chosen other experts. None: nothing is summed.
     """
 
     replayed: Tensor | None = None
@@ -136,20 +136,21 @@ class RoutedTokens:
     is_replayed: Tensor | None = None
 
     def experts_to_replay(self, mixture: int, num_tokens: int) -> Tensor | None:
-        """Experts to replay in a mixture.
+        """Find the experts to replay in a mixture, and set `is_replayed` for `record_choice`.
 
         Args:
             mixture: index of the mixture.
-            num_tokens: n. For tokens that only pad the batch, the router chooses.
+            num_tokens: n.
 
         Returns:
-            [n, k] with -1 for the router's own choice, or None if nothing is replayed.
+            [n, k], or None if nothing is replayed. -1 leaves the choice to the router, as for all
+            tokens that only pad the batch.
         """
         if self.routing.replayed is None:
             return None
         routes = self.routing.replayed[self.start : self.start + num_tokens, mixture].long()
         num_padded = num_tokens - len(routes)
-        # A batch may be padded to a number of tokens that all ranks can divide.
+        # The batch may have been padded after its routes were packed; see `PackedBatch.pad_to`.
         routes = nn.functional.pad(routes, (0, 0, 0, num_padded), value=-1)
         self.is_replayed = routes[:, 0] >= 0
         return routes
@@ -162,7 +163,7 @@ class RoutedTokens:
         chosen: Tensor,
         own_choice: Tensor | None,
     ) -> Tensor:
-        """Record a router's choice and attach its losses.
+        """Record a router's choice, and attach router losses to the scores.
 
         Args:
             mixture: index of the mixture.
@@ -188,7 +189,7 @@ class RoutedTokens:
         z_loss = predicted_logits.new_zeros(())
         if routing.loss_weight and torch.is_grad_enabled():
             balance_loss = self._balance_loss(log_probs.exp(), chosen_experts)
-            # The loss is a sum over tokens. Its weight includes the normalisation.
+            # The loss is a sum over tokens. `loss_weight` also normalises it.
             scores = _WithLoss.apply(scores, balance_loss * routing.loss_weight)
         if routing.z_weight and torch.is_grad_enabled():
             z_loss = predicted_logits.logsumexp(-1).square().sum()
@@ -249,6 +250,7 @@ class RoutedTokens:
         num_experts = probs.shape[1]
         # Choices of each expert by the tokens of each row, over all ranks.
         counts = probs.new_zeros(len(self.lengths), num_experts)  # [b, E]
+        # Index of row r and expert e in the flattened counts: r * E + e.
         indices = (self.rows[:, None] * num_experts + chosen_experts).flatten()
         counts.view(-1).index_add_(0, indices, probs.new_ones(indices.shape))
         self.add_up(counts)
@@ -262,7 +264,7 @@ class Routers:
 
     Args:
         model: the full model; hooks are added to its layers and routers. Routers are numbered in
-            the order of its layers, and keep their numbers when a stage drops other layers.
+            the order of the layers, and keep their numbers when a pipeline stage drops layers.
 
     Attributes:
         num_experts: E, or 0 without experts.
@@ -277,8 +279,8 @@ class Routers:
         self.count = 0
         self.is_checked = False
         for name, mixture in _mixtures_to_route(model).items():
-            # Only the layer's call has the tokens as an argument, so its hook stores them for the
-            # call of its router.
+            # Only the layer is called with `RoutedTokens` as an argument. A hook of the layer
+            # stores them for the call of its router.
             router = router_of(mixture)
             layer = model.get_submodule(name.rpartition(".")[0])
             hooks = _RouterHooks(router, self.count)
@@ -313,25 +315,25 @@ class Routers:
             "router_replay",
             got=got,
             expected=expected,
-            fix="The rollout generates with another model, "
-            "or its engine reports routes in another form.",
+            fix="Set router_replay=off, or generate with this model by an engine that reports a "
+            "token's experts in each layer.",
         )
 
 
 @dataclass(eq=False)
 class _RouterHooks:
-    """Forward pass of one router, with the hooks of its layer that give it the tokens."""
+    """Forward pass of one router, and hooks of its layer that tell the router about the tokens."""
 
     router: Any
     number: int  # of the router in the model
-    tokens: RoutedTokens | None = None  # of the call of the layer that is under way
+    tokens: RoutedTokens | None = None  # tokens of the layer's current call
 
     def store_tokens(self, layer: nn.Module, inputs: Any, options: dict[str, Any]) -> None:
         """Hook before the layer: store the tokens of its call."""
         self.tokens = options.get("routed_tokens")
 
     def clear_tokens(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        """Hook after the layer: forget the tokens."""
+        """Hook after the layer: forget the tokens of its call."""
         self.tokens = None
 
     def __call__(self, forward: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
@@ -349,7 +351,7 @@ class _RouterHooks:
             EngineError: the router does not report its choice, or does not choose by `topk`.
         """
         tokens = self.tokens
-        # Calls outside of training, such as those of a check, have no tokens to record.
+        # Without a `Routing`, as in a check of the model, nothing is recorded or replayed.
         if tokens is None:
             return forward(hidden, *args)
         routes = tokens.experts_to_replay(self.number, hidden.numel() // hidden.shape[-1])

@@ -62,13 +62,13 @@ def flash_forward(inputs: Sequence[Tensor], rule: ScoreRule) -> tuple[Tensor, Te
     if has_cuda_kernel(query) and rule.is_plain:
         out, log_sums, *_ = _aten._flash_attention_forward(
             *inputs,
-            None,
+            None,  # no runs of different lengths
             None,
             query.shape[1],
             key.shape[1],
-            0.0,
+            0.0,  # no dropout
             rule.is_causal,
-            False,
+            False,  # no mask for debugging
             scale=rule.scale,
         )
         return out, log_sums.transpose(1, 2)
@@ -104,11 +104,11 @@ def flash_backward(
             *inputs,
             out,
             log_sums.transpose(1, 2).contiguous(),
-            None,
+            None,  # no runs of different lengths
             None,
             query.shape[1],
             key.shape[1],
-            0.0,
+            0.0,  # no dropout
             rule.is_causal,
             *random_state(query.device),
             scale=rule.scale,
@@ -121,7 +121,7 @@ def flash_backward(
             *by_head,
             out,
             log_sums,
-            0.0,
+            0.0,  # no dropout
             rule.is_causal,
             attn_mask=rule.bias,
             scale=rule.scale,
@@ -132,7 +132,7 @@ def flash_backward(
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Seed and offset of the random generator. Without dropout, the kernels do not read them."""
+    """Two arguments of the backward kernels, seed and offset, which only dropout would read."""
     options = {"dtype": torch.uint64, "device": device}
     return torch.empty(2, **options), torch.empty((), **options)
 
@@ -172,8 +172,9 @@ def plain_backward(
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         scores, value = _scores(leaves, rule)
-        # With p = exp(z - log-sum-exp over all runs), dz = p (grad v - projection). That is the
-        # gradient of this sum if the log-sum-exp is constant.
+        # With scores z and p = exp(z - log-sum-exp over all runs), the gradient of z is
+        # p (grad v - projection). It is also the gradient of `total`, in which the log-sum-exp is a
+        # constant.
         weights = (scores - log_sums[..., None]).exp()
         total = (weights * (grad @ value.transpose(2, 3) - projection)).sum()
         return torch.autograd.grad(total, leaves)
@@ -225,10 +226,11 @@ class PaddedRows:
 
     Attributes:
         shape: (b, L).
-        start: index of the first token if the rows are a view of the packed tokens, else None.
+        start: packed index of the first token if the rows are a view of the packed tokens, which
+            they are if they are consecutive and need no padding. Otherwise None.
         padding: [b, L] bool, where a row has padding; None if the rows are a view.
-        indices: [b * L] packed indices of tokens of all rows. Unset if the rows are a view, like
-            the attributes below.
+        indices: [b * L] packed indices of the tokens of all rows. This attribute and the next two
+            are not set if the rows are a view.
         tokens: packed indices of the tokens that are not padding.
         slots: indices of the same tokens in [b * L].
     """
@@ -285,11 +287,12 @@ class PaddedRows:
 
 
 class KeyGradientSums(dict[PaddedRows, Sequence[Tensor]]):
-    """Float32 sums over blocks of the gradients of key and value [1, S, K, D].
+    """Float32 sums, over blocks, of the gradients of key and value [1, S, K, D], by rows of keys.
 
     Attributes:
-        memory: [N, H + 2K, D] memory of all gradients. The sums of a token use its part until the
-            gradients of the token are written. None: sums have their own memory.
+        memory: [N, H + 2K, D] memory of the gradients of query, key and value. Until the gradients
+            of a token are written, its part of the memory holds its sums. None: sums have their own
+            memory.
     """
 
     memory: Tensor | None = None
@@ -334,9 +337,10 @@ class KeyGradientSums(dict[PaddedRows, Sequence[Tensor]]):
         if self.memory is None or keys.start is None:
             self[keys] = [gradient.float() for gradient in gradients]
             return
-        # Use the memory of these tokens as float32. Their own gradients are written later.
+        # Use the gradients' memory of these tokens as float32. Gradients are written later.
         memory = self.memory.narrow(0, keys.start, keys.shape[1]).flatten().view(torch.float32)
         totals = []
+        # Not strict: the memory may have more room than for key and value.
         for gradient, room in zip(gradients, memory.split(gradients[0].numel()), strict=False):
             totals.append(room.view(gradient.shape).copy_(gradient))
         self[keys] = totals

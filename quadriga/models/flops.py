@@ -31,7 +31,8 @@ class ModelCost:
         attention_width: size of all heads of all layers together.
         num_frozen_block_parameters: how many of `num_block_parameters` are not trained.
         num_frozen_head_parameters: how many of `num_head_parameters` are not trained.
-        vision_encoder: cost of a vision encoder, which the other numbers do not include.
+        vision_encoder: cost of a vision encoder, which the other numbers do not include. None: a
+            text model.
     """
 
     num_block_parameters: int
@@ -43,7 +44,10 @@ class ModelCost:
 
     @cached_property
     def attention_tokens(self) -> float:
-        """Length of a sequence, in tokens, at which attention costs as much as the layers."""
+        """Sequence length in tokens at which attention costs as much as the matrices of the layers.
+
+        Infinite for a model without attention.
+        """
         if not self.attention_width:
             return math.inf
         return self.num_block_parameters / self.attention_width
@@ -54,12 +58,17 @@ class ModelCost:
         return self.num_head_parameters / self.num_block_parameters
 
     def image_cost(self, grids: Tensor) -> float:
-        """Cost of the vision encoder for images [I, 3], in units of the layers' cost per token."""
+        """Cost of the vision encoder for images, in units of the cost of the layers for a token.
+
+        Args:
+            grids: [I, 3], number of patches of each image along time, height and width.
+        """
         encoder = self.vision_encoder
         if encoder is None:
             return 0.0
-        layers_flops = 6 * self.num_block_parameters
-        return encoder.update_flops(grids) / layers_flops
+        # Two operations per parameter in the forward pass, four in the backward pass.
+        flops_per_token = 6 * self.num_block_parameters
+        return encoder.update_flops(grids) / flops_per_token
 
     def forward_flops(
         self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int
@@ -90,8 +99,8 @@ class ModelCost:
             num_predicted: number of tokens that the head is applied to.
             sum_of_squared_lengths: over the sequences.
         """
-        # The backward pass computes the gradient of the input and, if the matrix is trained, of the
-        # matrix. Each costs as much as the forward pass.
+        # The backward pass computes the gradient of the input and, if the matrix is trained, the
+        # gradient of the matrix. Each costs as much as the forward pass.
         frozen_blocks = self.num_frozen_block_parameters * num_tokens
         frozen_head = self.num_frozen_head_parameters * num_predicted
         forward = self.forward_flops(num_tokens, num_predicted, sum_of_squared_lengths)
@@ -111,7 +120,8 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
     """Count a model's matrix parameters [out, in].
 
     Embeddings do not count, because they are only looked up. Of a mixture's experts, only those
-    count that a token goes through. Convolutions and recurrent states are negligible.
+    count that a token goes through. Convolutions and recurrent states are left out, because they
+    are negligible.
     """
     config = model.config.get_text_config()
     body = backbone(model)
@@ -130,7 +140,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
         share = num_chosen / mixture.experts.num_experts
         for weight in mixture.experts.parameters():
             excluded_ids.add(id(weight))
-            if weight.dim() == 3:
+            if weight.dim() == 3:  # not a bias
                 block_sizes.append((weight, int(weight.numel() * share)))
 
     # Each other matrix multiplies each token once.

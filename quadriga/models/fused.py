@@ -101,12 +101,12 @@ class GatedSiLU(torch.autograd.Function):
 
 
 def fuse(model: PreTrainedModel) -> dict[str, int]:
-    """Make a model's plain RMS norms and SiLU-gated MLPs use the functions of this module.
+    """Make a model's plain RMS norms and SiLU-gated MLPs use the functions of this file.
 
     Returns:
         Number of changed modules, under `norms` and `mlps`.
     """
-    # The new forwards look up parameters when they are called, because FSDP replaces them.
+    # The new forwards look up parameters at each call, because FSDP replaces the parameters.
     counts = {"norms": 0, "mlps": 0}
     for module in model.modules():
         if is_plain_norm(module):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMS norms and gated MLPs on CUDA: Triton kernels behind `quadriga.models.fused`, one per pass.
 
-They round in the same offsets as the functions of that module.
+They round at the same points as the plain functions there.
 
 Legend: R rows, D columns of a norm, F width of an MLP.
 """
@@ -12,8 +12,8 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
 _NUMBERS = 2048  # numbers that one program computes
-# Maximum number of programs in a norm's backward pass. Each sums the weight's gradient over
-# its rows. It does not depend on the device, so the order of the sum does not either.
+# Maximum number of programs in a norm's backward pass. Each sums the weight's gradient over a part
+# of the rows. The number is the same on all devices, and so is the order of the sum.
 _PARTS = 512
 
 
@@ -29,6 +29,7 @@ def _norm_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Compute `rms_norm` for ROWS rows."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     is_row = rows < num_rows
@@ -58,6 +59,7 @@ def _norm_gradients_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Compute `rms_norm_gradients` for one part of the rows, ROWS at a time."""
     part = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     is_column = columns < size
@@ -83,6 +85,7 @@ def _norm_gradients_kernel(
 
 @triton.jit
 def _gate_kernel(gate, up, result, num_numbers, NUMBERS: tl.constexpr):
+    """Compute NUMBERS elements of `gated_silu`."""
     offsets = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     is_inside = offsets < num_numbers
     wide = tl.load(gate + offsets, mask=is_inside, other=0.0).to(tl.float32)
@@ -94,6 +97,7 @@ def _gate_kernel(gate, up, result, num_numbers, NUMBERS: tl.constexpr):
 
 @triton.jit
 def _gate_gradients_kernel(grad, gate, up, grad_gate, grad_up, num_numbers, NUMBERS: tl.constexpr):
+    """Compute NUMBERS elements of `gated_silu_gradients`."""
     offsets = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     is_inside = offsets < num_numbers
     wide = tl.load(gate + offsets, mask=is_inside, other=0.0).to(tl.float32)
@@ -151,9 +155,10 @@ def rms_norm_gradients(
     num_rows = len(scales)
     tile = _tile(size)
     num_tiles = triton.cdiv(num_rows, tile["ROWS"])
+    # Parts consist of whole tiles, and there are at most _PARTS of them.
     rows_of_part = tile["ROWS"] * triton.cdiv(num_tiles, _PARTS)
     num_parts = triton.cdiv(num_rows, rows_of_part)
-    # Each program sums over its rows, then torch over the programs, always in the same order.
+    # The kernel sums the weight's gradient over the rows of each part. Torch then sums over parts.
     sums = torch.empty(num_parts, size, dtype=torch.float32, device=hidden.device)
     _norm_gradients_kernel[(num_parts,)](
         grad, hidden, weight, scales, result, sums, num_rows, size, rows_of_part, **tile

@@ -75,7 +75,7 @@ class LogitRule:
 
     @classmethod
     def of(cls, config: Any) -> "LogitRule":
-        """Find the rule of a configuration. `models/architecture.py` tries whether it holds.
+        """Find the rule of a model. The trial in `models/architecture.py` checks that it holds.
 
         Args:
             config: configuration of a model.
@@ -85,9 +85,11 @@ class LogitRule:
         if text.model_type not in _UNUSED_SCALE:
             for name in ("logit_scale", "lm_head_multiplier"):
                 scale *= getattr(text, name, None) or 1.0
+        # Most models divide by this entry.
         divisor = getattr(text, "logits_scaling", None) or 1.0
         if text.model_type in _MULTIPLIED:
             divisor = 1.0 / divisor
+        # Two names of the same entry. None and 0 mean no cap.
         softcap = getattr(text, "final_logit_softcapping", None)
         softcap = softcap or getattr(text, "logits_soft_cap", None) or None
         return cls(scale / divisor, softcap)
@@ -317,14 +319,14 @@ class _TokenScoresFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, options):
-        # Row of each target in this rank's weight; -1 for targets of other ranks.
+        # Row of each target in this rank's weight; -1 for a target in the weight of another rank.
         target_rows = targets.contiguous()
         if options.shard is not None:
             target_rows = targets - options.shard.start
             is_local = (target_rows >= 0) & (target_rows < weight.shape[0])
             target_rows = torch.where(is_local, target_rows, -1)
         ctx.workspace = None
-        top = None
+        top = None  # logits and ids of the likeliest tokens, [M, k] each
         if options.use_triton:
             parts = heads_triton.statistics(
                 hidden,
@@ -359,6 +361,8 @@ class _TokenScoresFunction(torch.autograd.Function):
             # Column 0 is the row's own target.
             columns = [log_probs, *(logits - normalizer for logits in other_target_logits)]
             log_probs = torch.stack(columns, 1)
+        # The caller gets copies of squares and entropy. By changing them, it cannot change the
+        # statistics, which are saved for the backward pass.
         squares = squares.clone()
         ctx.mark_non_differentiable(squares, *(top or ()))
         if top is not None:
@@ -366,15 +370,14 @@ class _TokenScoresFunction(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, target_rows, normalizer, entropy)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        # Copies, so that the caller cannot change tensors that are saved for the backward pass.
         return log_probs, entropy.clone(), squares, *(top or (None, None))
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, *_):
         hidden, weight, bias, target_rows, normalizer, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # None if only the entropy has a gradient.
         if grad_log_probs is None:
+            # Only the entropy has a gradient.
             grad_log_probs = normalizer.new_zeros(target_rows.shape)
 
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -411,7 +414,7 @@ class _TokenScoresFunction(torch.autograd.Function):
 
 
 def _combine_parts(parts: Tensor) -> Tensor:
-    """Combine the statistics of parts [P, 3 + K, M] to those of the vocabulary [3 + K, M].
+    """Combine the statistics of P parts of a vocabulary: [P, 3 + K, M] to [3 + K, M].
 
     With w the share of a part, H = sum of w H_part - w log w, and the squares are the sum of
     w^2 squares_part. The normaliser of an empty part is -inf, and so is the logit of a target that
@@ -452,8 +455,8 @@ def _chunked_statistics(
         options: options of `token_scores`.
 
     Returns:
-        Statistics [1, 3 + K, M], the workspace with the last chunk's logits, and the likeliest
-        tokens with their logits.
+        Statistics [1, 3 + K, M], the workspace with the last chunk's logits, and logits and ids
+        [M, k] of the likeliest tokens; None without `top_k`.
     """
     num_tokens = len(hidden)
     num_rows = len(weight)
@@ -501,7 +504,7 @@ def _block_statistics(
     options.prepare_logits(logits)
     normalizer, entropy, target_logit, squares, *other_target_logits = result
     if not logits.shape[1]:
-        # This rank has no rows: the normaliser and the targets' logits are those of nothing.
+        # This rank has no rows of the vocabulary. -inf adds nothing when parts are combined.
         for row in (normalizer, target_logit, *other_target_logits):
             row.fill_(-torch.inf)
         return
@@ -533,7 +536,7 @@ def _chunked_gradients(
     options: _ScoreOptions,
     workspace: Tensor | None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the tokens of each chunk, and the gradient [C, V'] of its products.
+    """Yield the tokens of each chunk, and the gradient [C, V'] of the head's products for them.
 
     Gradients are in the dtype of the weight. Their memory is reused for the next chunk.
 
@@ -593,7 +596,7 @@ def _chunked_gradients(
 def _block_gradients(
     logits: Tensor, target_rows: Tensor, inputs: _TokenInputs, options: _ScoreOptions
 ) -> None:
-    """Replace logits z over the temperature by the gradient of the products.
+    """Replace logits z over the temperature by the gradient of the head's products.
 
     Without a cap it is (g onehot_t - p (g + h (log p + H))) / temperature, with g and h the
     gradients of log-prob and entropy. With several targets, it is (sum of g_k onehot_k - p (sum of
@@ -609,7 +612,8 @@ def _block_gradients(
     softcap = options.rule.softcap
     cap_slope = None
     if softcap is not None:
-        # The derivative of c * tanh(s * x / c) by x is s * (1 - tanh^2).
+        # Logits are c * tanh(s * x / c) / temperature, with x the product, s the scale and c the
+        # cap. The derivative of c * tanh(s * x / c) by x is s * (1 - tanh^2).
         tanh = logits * (temperature / softcap)
         cap_slope = tanh.square_().neg_().add_(1.0).mul_(options.rule.scale)
 
@@ -630,7 +634,7 @@ def _block_gradients(
         log_p.mul_(-entropy_grad[:, None]).sub_(offset[:, None]).mul_(p)
 
     if logits.shape[1]:
-        # Targets on other ranks have place -1, and add nothing here.
+        # Targets on other ranks have row -1. They add 0 to row 0 here.
         local_grads = torch.where(target_rows >= 0, target_grads, 0.0)
         logits.scatter_add_(1, target_rows.clamp(min=0), local_grads)
     if cap_slope is not None:

@@ -95,12 +95,12 @@ def _statistics_kernel(
     part = tl.program_id(1)
     is_token = tokens < num_tokens
     target_row = tl.load(target_rows + tokens, mask=is_token, other=-1)  # row of the target
-    # Sums over the rows so far, with e = exp(z - peak), z the logits:
-    peak = tl.full((TOKENS,), _NOTHING, dtype=tl.float32)
-    total = tl.zeros((TOKENS,), dtype=tl.float32)  # of e
-    mean = tl.zeros((TOKENS,), dtype=tl.float32)  # of e (z - peak), to be divided by the total
-    squares = tl.zeros((TOKENS,), dtype=tl.float32)  # of e^2, to be divided by the total's square
-    chosen = tl.full((TOKENS,), -float("inf"), dtype=tl.float32)
+    # Over the rows so far, with z their logits and e = exp(z - peak):
+    peak = tl.full((TOKENS,), _NOTHING, dtype=tl.float32)  # largest z
+    total = tl.zeros((TOKENS,), dtype=tl.float32)  # sum of e
+    mean = tl.zeros((TOKENS,), dtype=tl.float32)  # sum of e (z - peak), to be divided by the total
+    squares = tl.zeros((TOKENS,), dtype=tl.float32)  # sum of e^2, to be divided by total^2
+    chosen = tl.full((TOKENS,), -float("inf"), dtype=tl.float32)  # the target's logit
     first = part * rows_of_part
     for start in range(first, min(first + rows_of_part, num_rows), ROWS):
         rows = start + tl.arange(0, ROWS)
@@ -122,7 +122,7 @@ def _statistics_kernel(
             ROWS,
             COLUMNS,
         )
-        # When the peak rises, the sums so far must shrink.
+        # When the peak rises by -sunk, the sums so far must shrink.
         higher = tl.maximum(peak, tl.max(z, 1))
         sunk = peak - higher
         shrink = tl.exp(sunk)
@@ -145,7 +145,7 @@ def _statistics_kernel(
         mean = log_total - mean / total
     if WITH_SQUARES:
         squares = squares / (total * total)
-    # Row i of this part's [4, M].
+    # This part's rows of the result [P, 4, M], in the order of `statistics`.
     to = result + part * 4 * num_tokens + tokens
     tl.store(to, peak + log_total, mask=is_token)
     tl.store(to + num_tokens, mean, mask=is_token)
@@ -244,7 +244,7 @@ def statistics(
     num_parts = max(1, triton.cdiv(num_rows, _ROWS_OF_PART))
     result = hidden.new_empty(num_parts, 4, num_tokens, dtype=torch.float32)
     if not num_tokens or not num_rows:
-        # Without rows, the normaliser and the target's logit are -inf, the other two zero.
+        # Without rows, normaliser (row 0) and target's logit (row 2) are -inf, the others zero.
         result[:, 0::2] = -torch.inf
         result[:, 1::2] = 0
         return result
@@ -285,8 +285,8 @@ def logit_gradients(
         weight: [V', D] in the dtype of `hidden`.
         bias: [V'] or None.
         target_rows: [C] rows of the targets in `weight`; -1 if it does not have the target.
-        outer: gradients of log-probs and of entropies (or None), then normalisers and entropies of
-            the whole vocabulary, [C] each.
+        outer: gradient of the log-probs; gradient of the entropies, or None; normalisers and
+            entropies of the whole vocabulary; [C] each. A `_TokenInputs` of `models.heads`.
 
     Returns:
         [C, V'] in the dtype of `hidden`: the gradient of the logits before the temperature.

@@ -102,7 +102,7 @@ def load_causal_lm(
 def _require_weights(
     path: str | Path, model: PreTrainedModel, info: dict[str, Any], *, needs_head: bool
 ) -> None:
-    """Check that transformers has not filled any parameters with random values.
+    """Check that no parameters have the random values of transformers' initialization.
 
     Args:
         path: folder or hub name, for the message.
@@ -113,21 +113,22 @@ def _require_weights(
     Raises:
         EngineError: parameters lack weights, or have other shapes in the files.
     """
-    # By identity, because tied parameters have several names.
+    # Parameters that may lack weights; by identity, because tied parameters have several names.
     optional = set() if needs_head else set(map(id, head_of(model).parameters()))
-    mismatches = {
+    # By name, what to add to the name in the message.
+    mismatch_texts = {
         name: f", of shape {list(file_shape)} in the files and {list(model_shape)} in the model"
         for name, file_shape, model_shape in info["mismatched_keys"]
     }
 
-    names = {*info["missing_keys"], *mismatches}
+    names = {*info["missing_keys"], *mismatch_texts}
     missing = [name for name in names if id(model.get_parameter(name)) not in optional]
     if missing:
         first = min(missing)
         raise EngineError(
             f"model {path}",
             got=f"no weights for {len(missing)} parameters, "
-            f"first {first}{mismatches.get(first, '')}",
+            f"first {first}{mismatch_texts.get(first, '')}",
             expected="all weights of the model; the missing ones would be random",
             fix="Get the complete model, or remove what does not belong to it from its config.json "
             "and override_config. actor_rollout_ref.model.path, or the key of another role, "
@@ -209,7 +210,8 @@ def from_pretrained(
         state = {name: weights.read(name).to(dtype) for name in weights.shapes}
         model, info = type(skeleton).from_pretrained(None, state_dict=state, **options)
 
-    # Transformers does not tie weights that differ, but leaves `tie_word_embeddings` set.
+    # If the files have a head that differs from the embedding, transformers does not tie them, but
+    # leaves `tie_word_embeddings` set.
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight:
         _set_untied(model.config)
@@ -294,8 +296,8 @@ def _has_untied_head(folder: Path) -> bool:
         candidates = [name for name, shape in shapes if name != _HEAD and shape == head.shape]
         is_tied = any(torch.equal(head, weights.read(name)) for name in candidates)
         return bool(candidates) and not is_tied
-    # The weights are loaded later, which reports the error.
     except CheckpointError:
+        # Loading the weights later reports the error.
         return False
 
 
@@ -335,11 +337,20 @@ def skeleton_causal_lm(
 
 
 def _create_on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """Hook of modules: replace a new parameter by one on "meta", marked as initialized."""
+    """Hook that torch calls for each new parameter of a module: replace it by one on "meta".
+
+    Args:
+        module: not used.
+        name: not used.
+        parameter: the new parameter.
+
+    Returns:
+        The parameter on "meta", marked as initialized for transformers.
+    """
     empty = parameter
     if not parameter.is_meta:
         empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    # Marked, because initialization has no effect on "meta", but takes half of the building time.
+    # Transformers would initialize it otherwise, which has no effect, but takes half of the time.
     empty._is_hf_initialized = True
     return empty
 
@@ -361,10 +372,11 @@ def explain_load_errors(
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        got = str(error).strip().splitlines()[0]
+        # The first line of the message; some errors have none.
+        got = str(error).strip().partition("\n")[0] or type(error).__name__
         if len(Path(path).parts) > 2 and not Path(path).exists():
-            # Hub names have at most two parts, so this is a folder, but transformers reports it
-            # as a hub name.
+            # A path of more than two parts can only be a folder. Transformers takes it for a name
+            # on the hub, and its message would mislead.
             got = "no such folder"
         elif isinstance(error, SafetensorError):
             # The error does not name the damaged file, so open each file to find it.

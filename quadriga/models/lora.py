@@ -41,13 +41,14 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
         seed: seed of a new adapter. A parameter's values depend only on the seed and its name.
 
     Returns:
-        Function that reads the value of a factor by name: A [r, in] or B [out, r], in float32.
+        Function that returns the initial value of a factor by name: A [r, in] or B [out, r], in
+        float32, newly drawn or from the files of the adapter.
 
     Raises:
         EngineError: the adapter matches no module, or a module that cannot have an adapter.
         ConfigError: PEFT is missing, or the adapter to start from is of another kind than LoRA.
     """
-    # The device must be found first: the factors that PEFT adds are on "meta" until the loop below.
+    # Found before PEFT adds factors, which are on "meta" until the loop below.
     device = next(model.parameters()).device
     _inject_factors(model, adapter_shape(section))
     parameters = model.named_parameters()
@@ -113,7 +114,7 @@ def adapter_of(model: nn.Module) -> AdapterShape | None:
 
 
 def describe_adapter(model: PreTrainedModel) -> str:
-    """Rank, scale and size of a model's adapter, in words."""
+    """Rank, scale and size of a model's adapter, for people to read."""
     shape = adapter_of(model)
     assert shape is not None, "only a model with an adapter is described"
     parameters = model.named_parameters()
@@ -132,6 +133,7 @@ def disable_adapter(model: PreTrainedModel) -> Iterator[None]:
     layers = _adapted_modules(model)
     for layer in layers:
         layer._disable_adapters = True
+    # The public property reads the attribute that was set above.
     assert all(layer.disable_adapters for layer in layers), "PEFT reads another switch"
     try:
         yield
@@ -154,7 +156,7 @@ def write_adapter_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _inject_factors(model: PreTrainedModel, shape: AdapterShape) -> None:
-    """Add factors with PEFT, on "meta": PEFT itself would draw different values on each rank.
+    """Add factors on "meta" with PEFT. Values come later: PEFT's would differ between ranks.
 
     Args:
         model: model to change in place.
@@ -202,8 +204,9 @@ def _inject_factors(model: PreTrainedModel, shape: AdapterShape) -> None:
         base = layer.get_base_layer()
         if type(base) is nn.Linear and base is not head:
             continue
-        kind = f"a module {str(base).splitlines()[0].rstrip('(')}"
-        description = "the head" if base is head else kind
+        # The first line of a module's text has its class, such as `Embedding(96, 64)`.
+        class_text = f"a module {str(base).splitlines()[0].rstrip('(')}"
+        description = "the head" if base is head else class_text
         raise EngineError(
             _TARGETS,
             got=f"{shape.target_modules!r}, which includes {description}",
@@ -216,12 +219,12 @@ def _inject_factors(model: PreTrainedModel, shape: AdapterShape) -> None:
 def _unknown_modules_error(
     shape: AdapterShape, linear_names: list[str], error: ValueError
 ) -> EngineError:
-    """Describe target modules that match nothing, with the names of modules that could match.
+    """Error for target modules that match nothing, which names modules that could match.
 
     Args:
-        shape: shape of the adapter.
+        shape: shape of the adapter, with the target modules.
         linear_names: names of the model's linear modules.
-        error: the reason.
+        error: why nothing matches.
     """
     suffixes = list(dict.fromkeys(name.rpartition(".")[2] for name in linear_names))
     listed = ", ".join(suffixes[:_MAX_NAMES])
@@ -258,7 +261,7 @@ def _require_existing_modules(model: PreTrainedModel, targets: str | list[str]) 
         if not is_known:
             raise ValueError("a regular expression that matches no module's full name")
         return
-    # As in PEFT, the last parts of a name are enough.
+    # As in PEFT, a target names a module by its full name or by the last parts of the name.
     unknown = []
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
@@ -274,7 +277,7 @@ def _adapted_modules(model: nn.Module) -> list[Any]:
 
 
 def _draw_factor(factor_shapes: Mapping[str, torch.Size], seed: int, name: str) -> Tensor:
-    """Draw a new factor from PEFT's distribution: A uniform in +- 1 / sqrt(in), B zero.
+    """Draw a new factor from PEFT's distribution: A uniform in ±1 / sqrt(in), B zero.
 
     Args:
         factor_shapes: shape of each factor, by name.
@@ -284,7 +287,7 @@ def _draw_factor(factor_shapes: Mapping[str, torch.Size], seed: int, name: str) 
     shape = factor_shapes[name]
     if ".lora_B." in name:
         return torch.zeros(shape)
-    # A seed of its own, so that the values depend neither on the rank nor on other factors.
+    # Each factor has its own seed, so its values depend neither on the rank nor on other factors.
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest))
     bound = 1 / math.sqrt(shape[1])

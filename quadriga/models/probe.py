@@ -49,8 +49,8 @@ def probe(scorer: PolicyScorer | NumberScorer, name: str) -> float | None:
         takes images.
 
     Raises:
-        EngineError: the difference is above the bound. The message names the architecture and the
-            worst token.
+        EngineError: the difference is above the bound, or transformers' own numbers are not finite.
+            The message names the architecture and the token with the largest difference.
     """
     model = scorer.model
     where = f"{name}, {type(model).__name__}"
@@ -135,6 +135,7 @@ def _states_and_numbers(
                 if isinstance(scorer, RewardScorer):
                     row_scores.append(model(input_ids=tokens, use_cache=False).logits[0])
                 else:
+                    # Only for the states that the hook collects.
                     backbone(model)(input_ids=tokens, use_cache=False)
     finally:
         hook.remove()
@@ -146,6 +147,7 @@ def _states_and_numbers(
     )  # [M, D]
     expected_numbers = head(expected_states)  # [M, 1]
     if row_scores:
+        # At a row's last predicted token, take the score that transformers itself has computed.
         ends = torch.tensor([len(response) for _, response in rows]).cumsum(0) - 1
         expected_numbers[ends] = torch.stack(row_scores)
 
@@ -163,13 +165,13 @@ def _use_transformers_modules(model: PreTrainedModel) -> Iterator[None]:
     config = model.config
     attention = config._attn_implementation
     padding = config.pad_token_id
-    # Remove the forwards that `fuse` has set on modules, which hide those of their classes.
+    # Remove the forwards that `fuse` has set on modules, so that the classes' own are called.
     fused = []
     for module in model.modules():
         if "forward" in vars(module):
             fused.append((module, vars(module).pop("forward")))
     config._attn_implementation = "eager"
-    # Else, transformers' classifiers would take tokens with the padding id for padding.
+    # Otherwise, transformers' classifiers would take tokens with the padding id for padding.
     config.pad_token_id = None
     try:
         yield

@@ -36,6 +36,7 @@ def load_reward_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Load a sequence classifier in evaluation mode, with a head `score` [1, D].
 
@@ -44,14 +45,16 @@ def load_reward_model(
         dtype: dtype of the parameters.
         device: device of the parameters.
         trust_remote_code: whether code that ships with the model may run.
+        override_config: entries of the model's configuration to replace.
 
     Raises:
-        EngineError: it cannot be loaded, has no classification head, several labels, or attention
-            in both directions.
+        EngineError: the model cannot be loaded, lacks weights, has no classification head or
+            several labels, or has attention in both directions.
     """
     disable_progress_bar()
-    if is_vision(load_config(path, trust_remote_code=trust_remote_code)):
-        return _load_vision_reward_model(path, dtype, device, trust_remote_code)
+    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    if is_vision(config):
+        return _load_vision_reward_model(path, dtype, device, trust_remote_code, override_config)
     with explain_load_errors(path, "sequence classifier", _FIX):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             path,
@@ -59,6 +62,7 @@ def load_reward_model(
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
+            config=config,
         )
     require_scoring_model(path, model, sorted(info["missing_keys"]))
     choose_attention(model)
@@ -68,11 +72,20 @@ def load_reward_model(
 
 
 def _load_vision_reward_model(
-    path: str | Path, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool,
+    override_config: dict[str, Any] | None,
 ) -> PreTrainedModel:
     """Load a vision-language model with a head `score`; see `load_reward_model`."""
     model = load_causal_lm(
-        path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, needs_head=False
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        override_config=override_config,
+        needs_head=False,
     )
     # Transformers ignores the head in the files, because the model class has none.
     missing = [_SCORE]
@@ -103,14 +116,15 @@ def add_score_head(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def require_scoring_model(path: str | Path, model: PreTrainedModel, missing: list[str]) -> None:
-    """Check that a model computes one score for a sequence, at its last token.
+    """Check that a model computes one score for a sequence, at the last token of the sequence.
 
-    Attention must be causal: the state of that token must not depend on tokens packed behind it.
+    Attention must be causal: the state of this token must not depend on tokens that are packed
+    behind it.
 
     Args:
         path: folder or hub name of the model, for the message.
         model: the loaded model.
-        missing: names of the parameters for which its files have no weights.
+        missing: names of parameters for which the model's files have no weights.
 
     Raises:
         EngineError: the model has no weights for some parameters, no head, several labels, or
@@ -165,13 +179,18 @@ def build_reward_model(
         override_config: entries of the model's configuration to replace.
 
     Raises:
-        EngineError: it cannot be loaded, or transformers has no classifier of its architecture.
+        EngineError: the model cannot be loaded, or transformers has no classifier of its
+            architecture.
     """
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     architectures = config.architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
         return load_reward_model(
-            path, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code
+            path,
+            dtype=torch.float32,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            override_config=override_config,
         )
     source = load_causal_lm(
         path,
@@ -184,7 +203,7 @@ def build_reward_model(
     if is_vision(config):
         return add_score_head(source)
     # Transformers' classifiers read the state of the last token that is not padding. They refuse a
-    # padding token that the embedding does not have.
+    # padding token that the vocabulary does not have.
     config.num_labels = 1
     config.pad_token_id = pad_token_id if pad_token_id < config.vocab_size else None
     with explain_load_errors(

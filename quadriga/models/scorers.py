@@ -24,7 +24,7 @@ from quadriga.models.vision import decoder_inputs
 
 @dataclass(frozen=True)
 class ScoreQuestion:
-    """Scores that a caller needs for each predicted token, and their temperature.
+    """Scores that a caller needs for each predicted token, and the sampling temperature.
 
     Attributes:
         temperature: divides the logits.
@@ -53,7 +53,7 @@ class Sharing:
     vocabulary: VocabularyShard | None = None
 
     def inputs(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """Tokens [1, n] of this rank, positions [1, n] or [3, 1, n], and their attention plan."""
+        """Tokens [1, n] of this rank, positions [1, n] or [3, 1, n] of these, and attention plan."""
         return batch.input_ids, batch.position_ids, batch.plan
 
     def first_token(self, batch: PackedBatch) -> int | None:
@@ -111,7 +111,7 @@ class Scorer(nn.Module, ABC):
         super().__init__()
         self.model = model
         self.sharing = Sharing()
-        # Routes are replayed and counted in packed batches only.
+        # Routes are replayed and counted in packed batches only. An empty module has no routers.
         self.routers = Routers(model if is_packed(model) else nn.Module())
 
     def output_names(self, question: ScoreQuestion) -> list[str]:
@@ -176,7 +176,7 @@ class Scorer(nn.Module, ABC):
         return self.score(hidden[0], batch, question)
 
     def keep_chosen_experts(self, routed: RoutedTokens) -> None:
-        """Store the experts of the last call's tokens in `Routing.chosen` if they are recorded."""
+        """Store the experts that a call's tokens went through in `Routing.chosen`, on request."""
         if routed.routing.records_choice:
             chosen = torch.stack([*routed.chosen.values()], 1)  # [n, L, k]
             routed.routing.chosen = self.sharing.join_tokens(chosen)
@@ -278,9 +278,9 @@ class ValueScorer(NumberScorer):
     head = "value_head.linear"
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # Remove the vocabulary head, which checkpoints would otherwise include.
         size = model.config.get_text_config().hidden_size
         dtype = next(model.parameters()).dtype
+        # Remove the vocabulary head, which checkpoints would otherwise include.
         model.set_output_embeddings(nn.Identity())
         value_head = nn.Linear(size, 1, dtype=dtype, device=model.device)
         nn.init.zeros_(value_head.weight)

@@ -70,7 +70,7 @@ class PackedRuns:
             self.longest = max(self.longest, length)
         self.has_prefixes = bool(groups)
         if self.has_prefixes:
-            # Queries and keys in the same order of groups, so that run i of queries sees prefix i.
+            # The same order of groups for queries and keys: run i of the queries sees prefix i.
             self.continuing_tokens = _token_indices(chain(*groups.values()), device)
             self.prefix_tokens = _token_indices(groups, device)
             lengths = [sum(segment.length for segment in group) for group in groups.values()]
@@ -100,17 +100,20 @@ def _token_indices(segments: Iterable[Segment], device: torch.device) -> Tensor:
 class VarlenAttention(torch.autograd.Function):
     """Attention of query [N, H, D] to key and value [N, K, D] in half precision.
 
-    Sinks are [H] or None, the result is [N, H, D]. A window may hide keys only if no segment has a
+    Sinks are [H] or None, the result is [N, H, D]. A window is only supported if no segment has a
     prefix.
     """
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, runs: PackedRuns, scale: float, window: int | None):
-        # The kernel's window counts only the keys before a query, and ours includes its own key.
+        # The kernel's window counts only the keys before a query. Ours includes the query's own
+        # key.
         num_left = None if window is None else window - 1
         inputs = (query, key, value)
+        # The first call: causal within each segment.
         out, sums = _forward(inputs, runs.causal, runs.causal, True, scale, num_left)
         if runs.has_prefixes:
+            # The second call: all of a prefix, for the tokens that continue it.
             prefix_inputs = runs.select_prefix_inputs(query, key, value)
             prefix_out, prefix_sums = _forward(
                 prefix_inputs, runs.continuations, runs.prefixes, False, scale
@@ -214,11 +217,17 @@ def _backward(
     scale: float,
     num_left: int | None = None,
 ) -> list[Tensor]:
-    """Call the kernel of the backward pass. For the other arguments see `_forward`.
+    """Call the kernel of the backward pass.
 
     Args:
         results: gradient and value [tokens, H, D] of the merged result, and its log-sum-exps
             [H, tokens].
+        inputs: as in `_forward`, like the arguments after it.
+        queries: runs of queries.
+        keys: runs of keys.
+        is_causal: whether attention within a run is causal.
+        scale: factor of the scores.
+        num_left: number of keys before its own that a query sees. None: all.
 
     Returns:
         The gradients of the inputs.
@@ -243,7 +252,7 @@ def _backward(
 
 
 def _window_options(num_left: int | None) -> dict[str, int]:
-    """Options of the kernels for a window."""
+    """Options of the kernels for a window; see `num_left` of `_forward`."""
     if num_left is None:
         return {}
     return {"window_size_left": num_left, "window_size_right": 0}

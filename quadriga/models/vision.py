@@ -76,7 +76,8 @@ class ImageTokens:
     """Tokens that represent images and videos in a prompt.
 
     Attributes:
-        token_ids: id of the token for an embedding of an image, and of that for one of a video.
+        token_ids: id of the token that stands for an embedding of an image, and id of the token for
+            an embedding of a video.
         patches_per_token: number of patches that the encoder merges into one embedding.
         video_bounds: ids of the tokens before and after the embeddings of a video, if images and
             videos have the same token (GLM-4V).
@@ -106,11 +107,11 @@ class ImageTokens:
     def locate(
         self, tokens: np.ndarray, inputs: Mapping[str, Tensor], size: int | None = None
     ) -> tuple[np.ndarray, str]:
-        """Find the tokens that the embeddings of a row's images and videos replace.
+        """Find the tokens whose embeddings are replaced by those of a row's images and videos.
 
         Args:
-            tokens: tokens of the prompt, and perhaps of a response, in which the model may have
-                generated image tokens, too.
+            tokens: tokens of the prompt, and perhaps of a response. In a response, the model may
+                have generated image tokens that stand for no image.
             inputs: the model's inputs, with `image_grid_thw` and `video_grid_thw` [I, 3].
             size: number of tokens of the prompt. None: all tokens.
 
@@ -120,7 +121,8 @@ class ImageTokens:
         """
         masks = [tokens == token for token in self.token_ids]
         if self.video_bounds is not None:
-            # Both kinds have the same token. Between the bounds of a video, it is a video's.
+            # Both kinds have the same token. It is a video's after a start of a video that has not
+            # ended yet.
             starts, ends = (np.cumsum(tokens == bound) for bound in self.video_bounds)
             masks = [masks[0] & (starts <= ends), masks[1] & (starts > ends)]
         num_prompt_tokens = len(tokens) if size is None else size
@@ -132,8 +134,9 @@ class ImageTokens:
             num_embeddings = 0
             if grids is not None:
                 num_embeddings = int(grids.prod(-1).sum()) // self.patches_per_token
-            # Each token of the prompt needs an embedding. Beyond them, a response may have tokens
-            # with an embedding (of inserted images), and then others, which the model generated.
+            # Each image token of the prompt needs an embedding. A response may have further ones
+            # with an embedding, of images that a tool or a user inserted, and then tokens that the
+            # model generated, which have none.
             num_in_prompt = np.count_nonzero(indices < num_prompt_tokens)
             if not num_in_prompt <= num_embeddings <= len(indices):
                 kind = name.split("_")[0]
@@ -147,7 +150,7 @@ class ImageTokens:
 
 @dataclass(frozen=True)
 class PackedImages:
-    """Images and videos of a packed micro-batch. A shared prompt's are included once.
+    """Images and videos of a packed micro-batch. Those of a shared prompt are included once.
 
     Attributes:
         pixel_values: [S, X] float32.
@@ -252,7 +255,7 @@ def decoder_inputs(
     if len(images.token_indices) != len(features):
         raise EngineError(
             "images of a batch",
-            got=f"{len(features)} embeddings for {len(images.token_indices)} places",
+            got=f"{len(features)} embeddings for {len(images.token_indices)} image tokens",
             expected="one for each image token",
         )
     token_indices = images.token_indices
@@ -281,8 +284,8 @@ class VisionEncoderCost:
         num_patch_parameters: number of parameters that multiply each patch.
         num_token_parameters: number of parameters that multiply each embedding.
         width: size of a patch's hidden state.
-        windows: for each layer, the side in patches of the windows in which it computes attention.
-            None: attention spans the whole image.
+        windows: for each layer, the side of the square windows within which patches attend to each
+            other, in patches. None: attention spans the whole image.
         patches_per_token: number of patches that are merged into one embedding.
         is_frozen: whether no parameter is trained.
     """
@@ -310,6 +313,7 @@ class VisionEncoderCost:
         windows: list[int | None] = [None] * settings.depth
         full_layers = getattr(settings, "fullatt_block_indexes", None)
         if full_layers is not None:
+            # `window_size` is in pixels. Windows consist of whole groups of merged patches.
             side = settings.window_size // merge_size // settings.patch_size * merge_size
             layers = range(settings.depth)
             windows = [None if layer in full_layers else side for layer in layers]
@@ -324,9 +328,10 @@ class VisionEncoderCost:
         )
 
     def forward_flops(self, grids: Tensor) -> float:
-        """Operations of one forward pass over images [I, 3].
+        """Operations of one forward pass. Each patch attends to all patches of its frame or window.
 
-        Each patch attends to all patches of its frame or window.
+        Args:
+            grids: [I, 3], number of patches of each image along time, height and width.
         """
         total = 0
         for time, height, width in grids.tolist():
@@ -335,18 +340,21 @@ class VisionEncoderCost:
             total += 2 * (self.num_patch_parameters * num_patches)
             total += 2 * (self.num_token_parameters * num_patches // self.patches_per_token)
             for window, num_layers in Counter(self.windows).items():
-                # Windows are squares that divide height and width into pieces, of which the last
-                # may be smaller. Patches are in one window if they are in one piece of both.
+                # Windows divide height and width into pieces, of which the last may be smaller. Two
+                # patches are in one window if their rows are in the same piece of the height, and
+                # their columns in the same piece of the width. Count the pairs of both kinds.
                 side = window or max(height, width)
                 row_pairs = height // side * side**2 + (height % side) ** 2
                 column_pairs = width // side * side**2 + (width % side) ** 2
+                # For each pair of patches, two products of two operations per number.
                 total += 4 * self.width * num_layers * time * row_pairs * column_pairs
         return float(total)
 
     def update_flops(self, grids: Tensor) -> float:
-        """Operations of a forward and a backward pass over images [I, 3].
+        """Operations of a forward and a backward pass. A frozen encoder has no backward pass.
 
-        A frozen encoder has no backward pass.
+        Args:
+            grids: [I, 3], number of patches of each image along time, height and width.
         """
         return self.forward_flops(grids) * (1 if self.is_frozen else 3)
 
@@ -378,5 +386,6 @@ def copy_processor(
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
+        # None: the model has no such file. The model's folder may itself be the target.
         if file is not None and Path(file).resolve() != (target / name).resolve():
             shutil.copyfile(file, target / name)

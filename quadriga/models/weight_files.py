@@ -166,7 +166,7 @@ class DistributedFiles:
 
     Args:
         folder: folder with `.metadata`.
-        prefix: prefix of the weights' names in the checkpoint, without which they are read.
+        prefix: prefix of the weights' names in the checkpoint. Their names here are without it.
     """
 
     def __init__(self, folder: Path, prefix: str) -> None:
@@ -205,7 +205,7 @@ class RenamedFiles:
 
 
 class ChunkReader(FileSystemReader):
-    """Reads a distributed checkpoint in a single process, without trusting its pickle.
+    """Reads a distributed checkpoint in a single process. Its pickle cannot run any code.
 
     Args:
         folder: folder of the checkpoint.
@@ -215,8 +215,8 @@ class ChunkReader(FileSystemReader):
         tensors: size and dtype of each tensor, by name.
 
     Raises:
-        CheckpointError: the list of chunks is missing or damaged, or one of its files is missing
-            or truncated.
+        CheckpointError: the list of chunks is missing or damaged, or a file that it names is
+            missing, truncated or outside of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -252,7 +252,7 @@ class ChunkReader(FileSystemReader):
         Raises:
             CheckpointError: a file is missing, truncated, or outside of the folder.
         """
-        # Minimum size of each file.
+        # Minimum size of each file: the end of its last chunk.
         ends = {}
         for chunk in self.chunk_list.storage_data.values():
             end = chunk.offset + chunk.length
@@ -328,6 +328,7 @@ def write_safetensors(
     """
     shapes = weights.shapes.items()
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes}
+    # Names of the tensors in each shard.
     shards = list(buckets(sizes, sizes.__getitem__, SHARD_BYTES, lambda name, _: name))
     weight_map = {}
     for number, names in enumerate(shards, start=1):
@@ -341,10 +342,10 @@ def write_safetensors(
 
 
 def _unreadable_error(path: Path, error: Exception) -> DamagedCheckpointError:
-    """Describe a file that cannot be read."""
+    """Error for a file that cannot be read, and its cause."""
     # Only the first line: some libraries add a hint or a traceback.
     reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-    # The error of a missing file names the file.
+    # An OSError may name another file, such as a missing one in the folder `path`.
     if isinstance(error, OSError) and error.filename:
         path = Path(error.filename)
     return DamagedCheckpointError(
@@ -353,7 +354,7 @@ def _unreadable_error(path: Path, error: Exception) -> DamagedCheckpointError:
 
 
 def _outside_error(listing: Path, file: Path) -> CheckpointError:
-    """Describe a list that names a file outside of its folder."""
+    """Error for a list that names a file outside of the list's folder."""
     got = str(file)
     if file.is_symlink():
         got += f", a link to {file.resolve()}"
@@ -386,7 +387,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Look up a global that a list of chunks may contain: a class above or a torch dtype.
 
-        Pickles of Python up to 3.11.3 look up enum members with `builtins.getattr`.
+        Pickles of Python up to 3.11.3 look up enum members with `builtins.getattr`. They get a
+        stand-in for it, which looks up nothing else.
         """
         if (module, name) == ("builtins", "getattr"):
             return _get_enum_member

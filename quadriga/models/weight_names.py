@@ -71,11 +71,12 @@ class ConvertedFiles:
     def read(self, name: str) -> Tensor:
         """Read a full weight [...].
 
-        The other results of its conversion stay in memory until a weight of another group is read.
+        A conversion may have several results. They stay in memory until a weight of another
+        conversion is read.
         """
         group = self._group_of[name]
         if self._last_group != group:
-            # Free the previous tensors before the next ones are read.
+            # Free the previous results before the next sources are read.
             self._last_group = ""
             self._last_tensors = {}
             sources = self._groups[group].sources
@@ -89,7 +90,7 @@ class ConvertedFiles:
 
         Args:
             group: name of the group.
-            tensors: its source tensors, by name. They are removed.
+            tensors: the group's source tensors, by name. A converter removes them.
 
         Returns:
             The converted tensors, by name.
@@ -123,7 +124,7 @@ def _group_sources(
         to_files: whether to convert from the module's layout to that of `save_pretrained`.
 
     Returns:
-        The groups, by target name, which is the first name if a conversion has several results.
+        The groups, by target name: the name of the first result of the conversion.
     """
     transforms = get_model_conversion_mapping(model, add_legacy=not to_files)
     prefix = None
@@ -138,7 +139,7 @@ def _group_sources(
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
 
-    # In natural order (2 before 10), because the experts of a layer are stacked in this order.
+    # In natural order (2 before 10): the experts of a layer are stacked in the order of sources.
     groups = {}
     for name in sorted(files.shapes, key=dot_natural_key):
         target, pattern = rename_source_key(

@@ -96,7 +96,7 @@ class RolePlan:
     def unknown_part(self) -> str:
         """A part of the model or layout that the formulas do not cover; "" if they cover all."""
         layout = self.layout
-        if layout.has_own_modules or (layout.pp, layout.tp, layout.sp) != (1, 1, 1):
+        if layout.uses_megatron_modules or (layout.pp, layout.tp, layout.sp) != (1, 1, 1):
             return layout.describe()
         return self.sizes.unknown_part
 

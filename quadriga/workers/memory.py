@@ -120,7 +120,7 @@ def _choose_unpredicted(
     state_bytes = plan.layout.state_bytes(
         0, plan.sizes.num_parameters, plan.itemsize, is_trained=not is_adapted
     )
-    if not plan.layout.has_own_modules and state_bytes >= _WARN_SHARE * device_bytes:
+    if not plan.layout.uses_megatron_modules and state_bytes >= _WARN_SHARE * device_bytes:
         _warn(config, f"weights and optimizer of {role} alone", state_bytes, device_bytes)
     recomputes = setting is not False
     state = "on" if recomputes else "off"

@@ -293,7 +293,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
 
     # Megatron: does it have this architecture? Any engine: do heads and layers divide?
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
-        if layout.has_own_modules:
+        if layout.uses_megatron_modules:
             require_supported(model, layout, config.actor_rollout_ref.actor.megatron, where)
         if (layout.sp, layout.tp, layout.pp, layout.ep) != (1, 1, 1, 1):
             model_text = model.get_text_config()
@@ -303,7 +303,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
                 num_layers=model_text.num_hidden_layers,
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
-                tensor_plan={} if layout.has_own_modules else tensor_plan(model_text),
+                tensor_plan={} if layout.uses_megatron_modules else tensor_plan(model_text),
                 num_experts=_num_experts(model_text),
             )
             check_model(layout, shape, where)

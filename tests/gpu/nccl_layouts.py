@@ -45,7 +45,10 @@ if HAS_MEGATRON:
     from quadriga.engines.megatron.engine import MegatronEngine
 
     LAYOUTS |= {
-        f"megatron, tp{of}": (Layout(tp=2, has_own_modules=True), Memory(offload_weights=bool(of)))
+        f"megatron, tp{of}": (
+            Layout(tp=2, uses_megatron_modules=True),
+            Memory(offload_weights=bool(of)),
+        )
         for of in ("", ", offloaded")
     }
 
@@ -85,7 +88,7 @@ def run(
             PolicyScorer(skeleton_causal_lm(folder / "model")),
             open_weights(folder / "model").read,
         )
-    engine = (MegatronEngine if layout.has_own_modules else FSDPEngine)(
+    engine = (MegatronEngine if layout.uses_megatron_modules else FSDPEngine)(
         scorer,
         read=read,
         dtype=torch.float32,

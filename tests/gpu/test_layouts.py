@@ -39,7 +39,12 @@ def test_megatron_on_one_gpu(tmp_path: Path, offloads: bool) -> None:
     require_agreement(
         {
             "megatron": run(
-                tmp_path, 0, port, Layout(has_own_modules=True), Memory(offload_weights=offloads), 1
+                tmp_path,
+                0,
+                port,
+                Layout(uses_megatron_modules=True),
+                Memory(offload_weights=offloads),
+                1,
             )
         }
     )

@@ -60,16 +60,16 @@ from tests.numerics.layouts import CPU, TWO_STEPS, ask, ask_and_learn, learn, ow
 from tests.numerics.weight_layouts import tell, told
 
 LAYOUTS: Mapping[int, Mapping[str, tuple[Layout, dict[str, Any]]]] = {
-    1: {"one process": (Layout(has_own_modules=True), {})},
+    1: {"one process": (Layout(uses_megatron_modules=True), {})},
     2: {
-        "dp 2": (Layout(dp_replicate=2, has_own_modules=True), {}),
-        "dp 2, distributed optimizer": (Layout(dp_shard=2, has_own_modules=True), {}),
-        "tp 2": (Layout(tp=2, has_own_modules=True), {"sequence_parallel": False}),
-        "tp 2, sequence parallel": (Layout(tp=2, has_own_modules=True), {}),
-        "sp 2": (Layout(sp=2, has_own_modules=True), {}),
-        "pp 2": (Layout(pp=2, has_own_modules=True), {}),
+        "dp 2": (Layout(dp_replicate=2, uses_megatron_modules=True), {}),
+        "dp 2, distributed optimizer": (Layout(dp_shard=2, uses_megatron_modules=True), {}),
+        "tp 2": (Layout(tp=2, uses_megatron_modules=True), {"sequence_parallel": False}),
+        "tp 2, sequence parallel": (Layout(tp=2, uses_megatron_modules=True), {}),
+        "sp 2": (Layout(sp=2, uses_megatron_modules=True), {}),
+        "pp 2": (Layout(pp=2, uses_megatron_modules=True), {}),
         "pp 2, uneven": (
-            Layout(pp=2, has_own_modules=True),
+            Layout(pp=2, uses_megatron_modules=True),
             {
                 "settings": {
                     "num_layers_in_first_pipeline_stage": 1,
@@ -77,33 +77,39 @@ LAYOUTS: Mapping[int, Mapping[str, tuple[Layout, dict[str, Any]]]] = {
                 }
             },
         ),
-        "pp 2, virtual 2": (Layout(pp=2, has_own_modules=True), {"virtual": 2}),
+        "pp 2, virtual 2": (Layout(pp=2, uses_megatron_modules=True), {"virtual": 2}),
     },
     4: {
-        "tp 2 x pp 2": (Layout(tp=2, pp=2, has_own_modules=True), {}),
-        "dp 2 x tp 2, distributed optimizer": (Layout(dp_shard=2, tp=2, has_own_modules=True), {}),
-        "sp 2 x tp 2": (Layout(sp=2, tp=2, has_own_modules=True), {}),
+        "tp 2 x pp 2": (Layout(tp=2, pp=2, uses_megatron_modules=True), {}),
+        "dp 2 x tp 2, distributed optimizer": (
+            Layout(dp_shard=2, tp=2, uses_megatron_modules=True),
+            {},
+        ),
+        "sp 2 x tp 2": (Layout(sp=2, tp=2, uses_megatron_modules=True), {}),
         "sp 2 x tp 2, whole tokens": (
-            Layout(sp=2, tp=2, has_own_modules=True),
+            Layout(sp=2, tp=2, uses_megatron_modules=True),
             {"sequence_parallel": False},
         ),
-        "sp 2 x pp 2": (Layout(sp=2, pp=2, has_own_modules=True), {}),
-        "dp 2 x pp 2": (Layout(dp_replicate=2, pp=2, has_own_modules=True), {}),
+        "sp 2 x pp 2": (Layout(sp=2, pp=2, uses_megatron_modules=True), {}),
+        "dp 2 x pp 2": (Layout(dp_replicate=2, pp=2, uses_megatron_modules=True), {}),
     },
 }
 MIXTURES: Mapping[int, Mapping[str, tuple[Layout, dict[str, Any]]]] = {
-    1: {"one process": (Layout(has_own_modules=True), {})},
+    1: {"one process": (Layout(uses_megatron_modules=True), {})},
     2: {
-        "dp 2, distributed optimizer": (Layout(dp_shard=2, has_own_modules=True), {}),
-        "tp 2, sequence parallel": (Layout(tp=2, has_own_modules=True), {}),
-        "ep 2": (Layout(dp_replicate=2, ep=2, has_own_modules=True), {}),
-        "ep 2, tp 2": (Layout(tp=2, ep=2, has_own_modules=True), {}),
+        "dp 2, distributed optimizer": (Layout(dp_shard=2, uses_megatron_modules=True), {}),
+        "tp 2, sequence parallel": (Layout(tp=2, uses_megatron_modules=True), {}),
+        "ep 2": (Layout(dp_replicate=2, ep=2, uses_megatron_modules=True), {}),
+        "ep 2, tp 2": (Layout(tp=2, ep=2, uses_megatron_modules=True), {}),
     },
     4: {
-        "dp 4 x ep 2, distributed optimizer": (Layout(dp_shard=4, ep=2, has_own_modules=True), {}),
-        "dp 4 x ep 2": (Layout(dp_replicate=4, ep=2, has_own_modules=True), {}),
-        "tp 2 x pp 2, ep 2": (Layout(tp=2, pp=2, ep=2, has_own_modules=True), {}),
-        "sp 2 x tp 2, ep 4": (Layout(sp=2, tp=2, ep=4, has_own_modules=True), {}),
+        "dp 4 x ep 2, distributed optimizer": (
+            Layout(dp_shard=4, ep=2, uses_megatron_modules=True),
+            {},
+        ),
+        "dp 4 x ep 2": (Layout(dp_replicate=4, ep=2, uses_megatron_modules=True), {}),
+        "tp 2 x pp 2, ep 2": (Layout(tp=2, pp=2, ep=2, uses_megatron_modules=True), {}),
+        "sp 2 x tp 2, ep 4": (Layout(sp=2, tp=2, ep=4, uses_megatron_modules=True), {}),
     },
 }
 """Layouts of a mixture of experts."""
@@ -142,7 +148,7 @@ def make_engine(
     options["read"] = lambda name: (
         files.read(name) if name in files.shapes else torch.zeros(shapes[name])
     )
-    if not layout.has_own_modules:
+    if not layout.uses_megatron_modules:
         return FSDPEngine(skeleton, **options)
     if _last != [sizes := (layout, own.get("virtual"))]:
         end_groups()

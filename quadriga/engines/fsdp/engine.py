@@ -47,7 +47,8 @@ from quadriga.models.vision import filler_image
 from quadriga.observe.machine import release_free_memory
 
 # On a CPU, freed memory is returned to the system after each micro-batch with at least this many
-# tokens, which takes milliseconds. Otherwise the next one would not fit into the holes it leaves.
+# tokens, which takes milliseconds. Otherwise the next micro-batch would need new memory beside the
+# holes that this one leaves.
 _LONG_TOKENS = 8192
 ALL_KINDS = ("weights", "masters", "optimizer")
 """Kinds of tensors that can be offloaded."""
@@ -79,6 +80,8 @@ class FSDPEngine:
         optimizer: updates the masters; only if the model is trained.
         packing: how rows may be packed for the model.
         cost: computation per token.
+        num_parameters: number of parameters of the full model.
+        adapter: description of the model's adapter, for people to read; "" without an adapter.
         offloaded: host memory of offloadable tensors, and the background copy of `state`, for which
             an optimizer step waits.
         activations: context manager that offloads activations; None if they stay on the device.
@@ -149,12 +152,12 @@ class FSDPEngine:
 
     @property
     def stage(self) -> Any:
-        """The schedule of the pipeline stage that computes on this rank, if there is one."""
+        """Object that runs micro-batches instead of the scorer, such as a pipeline stage, or None."""
         return self.parameters.stage
 
     @property
     def loss_scale(self) -> torch.Tensor:
-        """[2] float64: the factor of losses, and the number of steps since it changed."""
+        """[2] float64: factor of losses, and number of finite gradients since it changed."""
         return self.optimizer.loss_scale
 
     @property
@@ -183,7 +186,7 @@ class FSDPEngine:
             Outputs [M] of each micro-batch, in order; none from a pipeline stage without the head.
         """
         self._require_awake("weights")
-        # `_equalize_work` takes losses. Without gradients they are not called.
+        # `_equalize_work` takes a loss per micro-batch. No loss is called here.
         work = [(batch, _zero_loss) for batch in batches]
         # Ranks that share weights gather them together, once for each micro-batch.
         if isinstance(self.parameters, PartialWeights):
@@ -243,8 +246,8 @@ class FSDPEngine:
             work: micro-batches of this rank with their losses.
 
         Returns:
-            The same number of micro-batches on every rank: those of `work`, then fillers. The tp
-            and sp ranks divide the number of tokens of each.
+            The same number of micro-batches on every rank: first `work`, then fillers with a loss
+            of zero. Each is padded to a number of tokens that the tp and sp ranks can divide.
         """
         layout = self.processes.layout
         num_batches = max(self.replicas.gather(len(work)))
@@ -256,14 +259,18 @@ class FSDPEngine:
         for batch, loss in work + [filler] * (num_batches - len(work)):
             batch = batch.pad_to(-(-batch.num_tokens // divisor) * divisor)
             if self.packing.image_tokens is not None and not batch.images:
-                # If one rank has images, all ranks gather the weights of the vision encoder.
+                # Another rank may have images. Ranks that share the weights of the vision encoder
+                # must gather them together, so this rank encodes an image, too.
                 batch = replace(batch, images=filler_image(self.model, self.device))
             equal_work.append((batch, loss))
         return equal_work
 
     @property
     def moment_bytes(self) -> int:
-        """Device memory of the optimizer's moments, which the first step will allocate."""
+        """Bytes on the device that the first optimizer step will allocate for the moments.
+
+        0 for a frozen model, and for moments that are offloaded, which have their memory already.
+        """
         if self.training is None or "optimizer" in self.host_memory:
             return 0
         masters = self.optimizer.masters
@@ -271,13 +278,15 @@ class FSDPEngine:
         return len(MOMENTS) * sum(master.nbytes for master in on_device)
 
     def optimizer_step(self, lr: float) -> OptimizerStep:
-        """Sum the gradients over all replicas, clip and apply them. Skip one that is not finite.
+        """Sum the gradients over all replicas, clip and apply them.
+
+        Gradients are dropped instead of applied if one of them is not finite.
 
         Args:
             lr: learning rate.
 
         Returns:
-            Norm of the gradient, and whether it was applied.
+            Norm of the gradient before clipping, and whether the gradient was applied.
 
         Raises:
             EngineError: the last `max_nonfinite_steps` gradients were not finite.
@@ -311,7 +320,7 @@ class FSDPEngine:
         """Matrices A [r, in] and B [out, r] of an adapter, in the compute dtype.
 
         Args:
-            with_frozen: whether to return the frozen weights too. All names are those of a model
+            with_frozen: whether to return the frozen weights too, under their names in a model
                 without an adapter.
 
         Returns:
@@ -370,7 +379,9 @@ class FSDPEngine:
         return state
 
     def apply_loaded_state(self, contents: frozenset[str]) -> None:
-        """Use a state that was loaded into the tensors of `state`: round masters to parameters.
+        """Take over a state that was loaded into the tensors of `state`.
+
+        If the model was loaded, the compute parameters become copies of the new masters.
 
         Args:
             contents: the loaded parts of the state; see `state`.
@@ -386,7 +397,7 @@ class FSDPEngine:
     def offload_between_phases(
         self, kinds: Collection[str], folder: Path, *, frees_gradients: bool = False
     ) -> str:
-        """Offload tensors now, and whenever `awake` is left. Call it once, before the first step.
+        """Offload tensors now, and at each exit from `awake`. Call it once, before the first step.
 
         Args:
             kinds: any of `weights` (the compute parameters), `masters` (if they are separate
@@ -424,7 +435,7 @@ class FSDPEngine:
                 f"{' and '.join(kinds)} of the {self.name}",
             )
         for kind, on_device in offloadable.items():
-            # On a CPU, copies take the place of the tensors.
+            # On a CPU, tensors move into the copies. On a GPU, there are no copies to take over.
             copies = self.offloaded.add(kind, on_device, folder)
             if copies and isinstance(self.parameters, ShardedWeights) and kind == "weights":
                 # FSDP holds these as DTensors, which must be replaced themselves.
@@ -461,7 +472,7 @@ class FSDPEngine:
             self.offloaded.wait(kinds)
 
     def _require_equal_replicas(self) -> None:
-        """Check that replicated weights are the same on all ranks."""
+        """Check that weights which all ranks hold in full are the same on all ranks."""
         if self.processes.layout.is_whole:
             parameters = list(self.model.parameters())
             self.replicas.require_alike(f"weights of the {self.name}", parameters)
@@ -472,7 +483,8 @@ class FSDPEngine:
         weights = f"{dtype}, {'trained' if self.training is not None else 'frozen'}"
         if self.training is not None and self.dtype == torch.float16:
             weights += f", losses scaled by {float(self.loss_scale[0]):g}"
-        if self.scorer.routers.count and not self.processes.layout.has_own_modules:
+        # Transformers chooses how it computes experts. Megatron's modules have no such choice.
+        if self.scorer.routers.count and not self.processes.layout.uses_megatron_modules:
             implementation = self.model.config.get_text_config()._experts_implementation
             weights += f", experts by transformers' {implementation}"
         return {
@@ -496,6 +508,7 @@ def _disable_dropout(model: nn.Module) -> None:
 
 
 def _scaled_loss(loss: LossFunction, scale: float, outputs: Outputs) -> torch.Tensor:
+    """Multiply a loss, so that small gradients do not become 0 in float16."""
     return loss(outputs) * scale
 
 

@@ -31,7 +31,7 @@ from quadriga.errors import ConfigError
 from quadriga.observe.kernel import kernel_identity
 from quadriga.observe.machine import GIB, available_bytes
 
-_ALIGNMENT = 64  # bytes: of vector registers
+_ALIGNMENT = 64  # bytes; the size of the largest vector registers
 
 
 class MappedFile:
@@ -43,7 +43,8 @@ class MappedFile:
         description: what the tensors are, for an error.
 
     Attributes:
-        windows: the copies [...] in the file, in the order of the tensors, which they replace.
+        windows: the copies [...] in the file, in the order of the tensors. The caller uses them in
+            place of the tensors.
         num_bytes: size of the file.
 
     Raises:
@@ -52,8 +53,8 @@ class MappedFile:
 
     def __init__(self, tensors: Sequence[torch.Tensor], folder: Path, description: str) -> None:
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        starts = [0, *accumulate(sizes)]
-        self.num_bytes = max(starts.pop(), 1)
+        *starts, total = accumulate(sizes, initial=0)
+        self.num_bytes = max(total, 1)  # an empty file cannot be mapped
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=folder) as file:
@@ -80,7 +81,7 @@ class MappedFile:
             torch._foreach_copy_(self.windows, list(tensors))
 
     def sleep(self, *, is_changed: bool) -> None:
-        """Release all pages of the process. Their content stays in the file.
+        """Release the process's pages of the file. Their content stays in the file.
 
         Args:
             is_changed: not used; the system writes changed pages itself.
@@ -202,6 +203,7 @@ class PinnedCopy:
         # Each storage with its copy on the host.
         self._pairs = []
         starts = accumulate(padded_sizes, initial=0)
+        # Not strict: the last start is the end of the memory.
         for storage, size, start in zip(storages, sizes, starts, strict=False):
             self._pairs.append((storage, self._memory[start : start + size]))
         # By the storage's C++ object: its address stays the same when the memory is freed.
@@ -212,7 +214,8 @@ class PinnedCopy:
         """Copy the tensors to the host, and free their memory on the device.
 
         Args:
-            is_changed: whether the tensors changed since `wake`. Otherwise the host has them still.
+            is_changed: whether the tensors changed since `wake`. If not, the host still has their
+                content, and nothing is copied.
         """
         if is_changed:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -229,6 +232,7 @@ class PinnedCopy:
         copy = self._copy_of.get(tensor.untyped_storage()._cdata)
         if copy is None:
             return None
+        # View the copy in the same way as the tensor views its storage.
         content = copy.view(tensor.dtype)
         start = content.storage_offset() + tensor.storage_offset()
         return content.as_strided(tensor.shape, tensor.stride(), start)
@@ -261,13 +265,17 @@ class ActivationsOnHost(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(self._to_host, self._to_device)
-        # Addresses of storages: views of a weight, above all its transpose, share its storage.
+        # Identities of storages. Views of a weight, such as its transpose, have the same storage.
         self._weights: set[int] = set()
         for module in root.modules():
             module.register_forward_pre_hook(partial(self._record, recurse=module is root))
 
     def _record(self, module: nn.Module, inputs: Any, *, recurse: bool) -> None:
-        """Hook of a module: record the storages of its weights."""
+        """Hook before a module's forward pass: record the storages of the module's weights.
+
+        Called for the root, it also records the weights of all other modules, because some are used
+        without a call of their module, such as the head's.
+        """
         for parameter in module.parameters(recurse=recurse):
             self._weights.add(parameter.untyped_storage()._cdata)
 
@@ -280,6 +288,7 @@ class ActivationsOnHost(torch.autograd.graph.saved_tensors_hooks):
         return tensor.device, copy.copy_(tensor, non_blocking=True)
 
     def _to_device(self, saved: torch.Tensor | tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        """Hook of autograd: return the tensor that `_to_host` was called with, or a copy of it."""
         if isinstance(saved, torch.Tensor):
             return saved
         device, copy = saved

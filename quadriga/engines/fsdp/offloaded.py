@@ -27,9 +27,10 @@ class OffloadedTensors:
     Attributes:
         memory: host memory by kind of tensors.
         asleep: kinds that are offloaded at present.
-        is_changed: whether tensors have changed since they were offloaded.
+        is_changed: whether tensors have changed since they were last offloaded.
         frees_gradients: whether the engine frees its sums of gradients when it sleeps.
-        copying: a background copy that reads the tensors; they are not offloaded until it is done.
+        copying: a background copy that reads the tensors, which are not offloaded until it is
+            done. None before the first copy.
     """
 
     def __init__(self, device: torch.device, name: str) -> None:
@@ -45,7 +46,7 @@ class OffloadedTensors:
     def add(
         self, kind: str, tensors: Sequence[torch.Tensor], folder: Path
     ) -> Sequence[torch.Tensor]:
-        """Allocate host memory for the tensors of a kind.
+        """Allocate host memory for the tensors of a kind. On a CPU, also copy the tensors to it.
 
         Args:
             kind: name of the kind.

@@ -82,9 +82,13 @@ class MasterOptimizer:
         )
 
     def moments(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return AdamW's state of a master [...]. Created here, as zeros, before the first step."""
+        """Return AdamW's state of a master: moments [...], and number of steps [] as `step`.
+
+        AdamW itself would create the state in its first step. Before that, zeros are created here.
+        """
         moments = self.adam.state[master]
         if not moments:
+            # The fused step reads the number of steps on the device of the master.
             device = master.device if master.is_cuda else None
             moments["step"] = torch.zeros((), dtype=torch.float32, device=device)
             for kind in MOMENTS:
@@ -132,7 +136,7 @@ class MasterOptimizer:
                 self._round_to_bfloat16()
             self._weights.refresh_compute()
         elif float(self.loss_scale[0]) == 1.0:
-            # Not counted with a larger scale, which may be what makes float16 overflow.
+            # A larger scale may itself be why float16 overflows, so such steps do not count.
             self.num_nonfinite_steps += 1
         if self._is_float16:
             self._adapt_loss_scale(is_finite=is_finite)
@@ -141,7 +145,7 @@ class MasterOptimizer:
         return is_finite
 
     def _nonfinite_error(self) -> EngineError:
-        """Describe the gradients that are not finite."""
+        """Error that says how many gradients are not finite, and of which parameters."""
         weights = self._weights
         broken = []
         for name in weights.trained:

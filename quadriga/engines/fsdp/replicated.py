@@ -35,11 +35,12 @@ class ReplicatedWeights:
     Attributes:
         parameters: compute parameters, by name.
         buffers: buffers that belong to the weights, by name.
-        names: names in the full model; here they are the same.
+        names: the name of each parameter in the full model, which here is the same.
         trained: names of the trained parameters.
         masters: tensors that the optimizer updates, by name; frozen parameters are their own
             masters.
-        sums: float32 gradients of parameters that have a separate master, by name.
+        sums: float32 gradients of parameters that have a separate master, by name, summed over the
+            micro-batches since the last step.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ReplicatedWeights:
             if total is None:
                 total = torch.zeros_like(parameter, dtype=torch.float32)
             if has_master:
-                # Store new zeros as well: later mini-batches add to the same memory.
+                # Also if these are new zeros: later mini-batches add to the same memory.
                 self.sums[name] = total
             totals[name] = total
         # Sum before the check for finite values, so that all replicas skip the same steps.
@@ -116,13 +117,17 @@ class ReplicatedWeights:
 
     @torch.no_grad()
     def refresh_compute(self) -> None:
-        """Copy the masters [...] into the compute parameters [...], rounded to their dtype."""
+        """Copy the masters [...] into the compute parameters [...], rounded to their dtype.
+
+        Without separate masters there is nothing to copy. Then only tell rollouts that share the
+        parameters that these have changed.
+        """
         if self._with_master:
             masters = [self.masters[name] for name in self._with_master]
             torch._foreach_copy_(list(self._with_master.values()), masters)
         else:
-            # The fused optimizer does not increment the version counters of tensors, by which a
-            # rollout that shares these parameters detects updates.
+            # Rollouts detect updates by the version counters of tensors, which the fused optimizer
+            # does not increment.
             trained = [self.parameters[name] for name in self.trained]
             torch.autograd.graph.increment_version(trained)
 
@@ -134,7 +139,7 @@ class ReplicatedWeights:
         }
 
     def as_dtensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Return a master or a moment itself: it is not sharded, so it needs no DTensor.
+        """Return a master or a moment as it is: it is not sharded, so it needs no DTensor.
 
         Args:
             name: name of the parameter.

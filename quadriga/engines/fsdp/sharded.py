@@ -100,7 +100,7 @@ class _Meshes:
 
     model: DeviceMesh  # tp or ep: one model shard for each rank
     fsdp: DeviceMesh  # fsdp or edp: shards the model shards by their first dimension
-    replicated: DeviceMesh  # both, and the replicas of all shards
+    replicated: DeviceMesh  # (dp_replicate, model, fsdp): all ranks with shards of a parameter
 
     @classmethod
     def of(cls, mesh: DeviceMesh, model_axis: str, fsdp_axis: str) -> "_Meshes":
@@ -119,8 +119,12 @@ class PartialWeights:
 
     Attributes:
         names: names in the full model.
-        sums: float32 gradients of parameters in a narrower dtype.
-        stage: schedule of this rank's pipeline stage, if there is one.
+        sums: float32 gradients of parameters in a narrower dtype, if autograd does not sum them.
+        stage: object that runs micro-batches in place of the scorer, such as a pipeline stage.
+        parameters: compute parameters.
+        buffers: buffers of this rank's stage that belong to the weights, by name.
+        masters: tensors that the optimizer updates, by this rank's names.
+        trained: this rank's names of the trained parameters.
     """
 
     stage: Any = None
@@ -165,22 +169,23 @@ class PartialWeights:
         total = torch.zeros((), dtype=torch.float64, device=self.processes.world.device)
         for name in self.trained:
             spec = self.shard_specs[name]
-            # The first stage counts this parameter.
             if spec.is_copy:
+                # The first stage counts this parameter.
                 continue
             gradient = self.masters[name].grad
             square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            # Number of ranks in a replica of the weights that add the same square. Each adds its
-            # part, so that the sum over all ranks has the square once.
+            # Number of ranks in a replica of the weights that add the same square. Each adds an
+            # equal part of it, so that the sum over these ranks has the square once.
             num_copies: float = 1
             if spec.is_expert:
-                # Experts may have another number of replicas than the other weights.
+                # Experts may have more replicas than other weights. The last line below divides by
+                # the number for other weights, so divide by the rest here.
                 num_copies = self._meshes[True].replicated.size(0) / layout.dp_replicate
             elif spec.tensor_dimension is None:
                 num_copies = layout.tp
             total += square.to(total.device) / num_copies
         dist.all_reduce(total)
-        # Each replica of the weights was counted once.
+        # All replicas have added the same sum.
         return (total / layout.dp_replicate).sqrt().float()
 
     def _model_shard_shape(self, name: str) -> list[int]:
@@ -232,14 +237,14 @@ class PartialWeights:
             gradient.add_(peer_gradient.to(gradient.device))
 
     def as_dtensor(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Wrap a shard as the DTensor of the full parameter. The shard stays its memory.
+        """Wrap a shard as a DTensor of the full parameter, without a copy.
 
         Args:
             name: name of the parameter.
             local: [V/tp/fsdp, D], its master or a moment.
 
         Returns:
-            [V, D].
+            DTensor [V, D], whose local memory is `local`.
         """
         spec = self.shard_specs[name]
         shape = self.parameter_specs[spec.name].shape
@@ -254,8 +259,8 @@ class PartialWeights:
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
-        # `from_local` only makes the description, from a tensor without memory: it would copy a
-        # tensor on the host to the mesh's device, so that writes would not reach the original.
+        # `from_local` only makes the description, of a tensor without memory. Given a tensor on the
+        # host, it would copy it to the mesh's device, and writes would not reach the original.
         return DTensor(local, described._spec, requires_grad=False)
 
     def full_parameters(self, is_wanted: Callable[[str], bool] = lambda name: True) -> NamedTensors:
@@ -373,7 +378,7 @@ class ShardedWeights(PartialWeights):
         device = processes.world.device
         # On a CPU, the shards are in host memory anyway.
         offloads = memory.offload_weights and device.type == "cuda"
-        # `to_empty` below discards the values of buffers too, so keep them.
+        # `to_empty` below discards the values of parameters and buffers. Parameters are read later.
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._fully_shard(model, device, offloads=offloads, reshards=memory.reshard_after_forward)
         self.root.to_empty(device="cpu" if offloads else device)
@@ -409,8 +414,9 @@ class ShardedWeights(PartialWeights):
         storage = self.processes.storage
         is_replicated = self.processes.layout.dp_replicate > 1
         options: dict[str, Any] = {
+            # Over a mesh with two axes, FSDP shards along the second and sums gradients over both.
             "mesh": storage["dp_replicate", "fsdp"] if is_replicated else storage["fsdp"],
-            # Hidden states are in the compute dtype already, and the root's outputs stay float32.
+            # Inputs need no cast: hidden states are in the compute dtype already.
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             ),
@@ -422,6 +428,7 @@ class ShardedWeights(PartialWeights):
             mesh = experts["dp_replicate", "edp"] if is_replicated else experts["edp"]
             for mixture in mixtures(model):
                 fully_shard(mixture.experts, **options | {"mesh": mesh})
+        # The names of the architecture's layer classes.
         layer_types = set(model._no_split_modules or ())
         for module in model.modules():
             if type(module).__name__ in layer_types:
@@ -430,7 +437,7 @@ class ShardedWeights(PartialWeights):
         head_weight = getattr(model.get_output_embeddings(), "weight", None)
         # Stages after the first have no embedding.
         if isinstance(table, nn.Embedding) and table.weight is not head_weight:
-            # What belongs to the root is gathered for the whole pass.
+            # Not left to the root, whose parameters stay gathered for the whole pass.
             fully_shard(table, **options)
         fully_shard(self.root, **options)
 
@@ -449,6 +456,8 @@ class ShardedWeights(PartialWeights):
         for name in self.trained:
             parameter = self.parameters[name]
             master = self.masters[name]
+            # The master is a view of FSDP's shard. If FSDP had replaced the shard, steps on the
+            # master would have no effect.
             if parameter.to_local().data_ptr() != master.data_ptr():
                 raise EngineError(
                     f"parameter {name}",
@@ -464,7 +473,7 @@ class ShardedWeights(PartialWeights):
         self._sum_gradients_of_copies(replicated)
 
     def refresh_compute(self) -> None:
-        """Do nothing: FSDP gathers compute parameters from the masters [V/tp/fsdp, D] itself."""
+        """Do nothing: masters are the shards from which FSDP gathers the compute parameters."""
 
     def offloadable_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Offloadable tensors [V/tp/fsdp, D]: `weights`, which are also the masters."""
@@ -473,8 +482,8 @@ class ShardedWeights(PartialWeights):
     def replace_memory(self, copies: Sequence[torch.Tensor]) -> None:
         """Replace the memory of the parameters by copies of their shards.
 
-        If the ranks do not divide a parameter evenly, FSDP pads its shards. Padded shards stay in
-        FSDP's memory, which `masters` then keeps viewing.
+        If the ranks do not divide a parameter evenly, FSDP pads its shards. A padded shard keeps
+        FSDP's memory, and its master remains a view of this memory.
 
         Args:
             copies: [V/tp/fsdp, D] each, in the order of `parameters`.
@@ -496,7 +505,7 @@ class ShardedWeights(PartialWeights):
 
 
 def _local_part(total: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Start and size of this rank's part of a dimension that a mesh shards."""
+    """Start and size of this rank's part of `total` rows or columns that a mesh shards."""
     return part_of(total, mesh.size(), mesh.get_local_rank())
 
 
@@ -572,6 +581,7 @@ def shard(
     expert_names = set()
     if processes.experts is not None:
         expert_names = shard_experts(model, processes.experts.get_group("ep"))
+    # The last stage's copy of a tied embedding, by its name there, with its name in the full model.
     copies = keep_stage(model, processes) if layout.pp > 1 else {}
 
     shard_specs = {}
@@ -598,7 +608,7 @@ def shard(
 
 
 def reader_of(model: nn.Module) -> ReadWeight:
-    """Create a reader of the parameters that a model has at present."""
+    """Create a reader of a model's present values, which also works after the model is sharded."""
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return values.__getitem__
 
@@ -643,11 +653,11 @@ def _describe_parameters(
             stage_of_layer |= dict.fromkeys(layers, stage)
 
     def stage_by_name(name: str) -> int:
-        """Stage of a parameter by its layer. Norm and head are in the last stage."""
+        """Stage of a parameter by its layer; norm and head, outside of layers, are in the last."""
         match = _LAYER_NAME.fullmatch(name)
         if match is None:
             return num_stages - 1
-        return stage_of_layer.get(int(match[1]), 0)
+        return stage_of_layer.get(int(match[1]), 0)  # 0: without a pipeline there is one stage
 
     specs = {}
     for name, parameter in model.named_parameters():

@@ -33,7 +33,7 @@ class _OnCPU(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        # A number is a CUDA device, too.
+        # torch takes a number for the index of a CUDA device.
         if device is not None and torch.device(device).type == "cuda":
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return func(*args, **kwargs)

@@ -121,8 +121,8 @@ class MegatronSchedule:
         def forward_step(
             micro_batches: Iterator[Work], chunk: nn.Module
         ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-            """Compute a micro-batch in a chunk. Returns hidden states, and a function of them."""
-            # Each chunk has an iterator of its own over the same micro-batches.
+            """Compute the next micro-batch in a chunk. Returns hidden states, and `score`."""
+            # Each chunk has its own iterator over the same micro-batches.
             batch, loss = next(micro_batches)
             sharing = self.scorer.sharing
             ids, positions, plan = sharing.inputs(batch)
@@ -136,13 +136,17 @@ class MegatronSchedule:
 
             # Megatron calls this in the last stage only.
             def score(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-                """Compute outputs and the loss. Returns the loss, a number of tokens, and None."""
+                """Compute outputs and the loss of hidden states [n, 1, D].
+
+                Returns what Megatron's schedules expect: the loss, a number of tokens by which they
+                would normalise it, and None in place of a report.
+                """
                 outputs = self.scorer.score(hidden[:, 0], batch, question)
                 all_outputs.append({name: values.detach() for name, values in outputs.items()})
                 # Megatron needs a loss, even without a backward pass.
                 zero = next(iter(outputs.values())).sum() * 0.0
                 total = zero if loss is None else loss(outputs)
-                # With 0 tokens, Megatron does not normalise the loss, which is normalised already.
+                # The loss is normalised already. With 0 tokens, Megatron leaves it as it is.
                 return total, torch.zeros((), dtype=torch.int), None
 
             return hidden, score
@@ -281,7 +285,8 @@ class MegatronEngine(FSDPEngine):
 
 
 _formed: dict[str, Any] = {}
-"""The `sizes` of Megatron's groups in this process, and the `meeting` that formed them."""
+"""The `sizes` of Megatron's groups in this process, and the number of the `meeting` of ranks that
+formed them."""
 
 
 def form_groups(processes: Processes, virtual: int | None) -> None:
@@ -312,7 +317,7 @@ def form_groups(processes: Processes, virtual: int | None) -> None:
                     fix="Give all roles of a pool the same sizes under megatron.",
                 )
             return
-        # The ranks have met again since then, so these groups are invalid.
+        # Torch's default group was formed anew since then, so Megatron's groups are invalid.
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         layout.tp,
@@ -321,6 +326,7 @@ def form_groups(processes: Processes, virtual: int | None) -> None:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
+        # From neighbouring ranks to distant ones, as in `Layout`.
         order="tp-cp-ep-dp-pp",
     )
     if processes.world.device.type == "cuda":

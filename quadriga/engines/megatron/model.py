@@ -58,6 +58,7 @@ _GROUPED_ALIGNMENT = 16  # bytes of a row in torch's grouped products
 class Packed(PackedSeqParams):
     """A packed batch, passed to Megatron's layers in place of the sequence lengths they expect."""
 
+    # With the format "thd" of packed tokens, Megatron would drop the batch dimension of [n, 1, D].
     qkv_format: str = "sbhd"
     positions: Tensor | None = None  # [n]
     plan: AttentionPlan | None = None
@@ -102,7 +103,7 @@ class Rotary(nn.Module):
             packed: the packed batch.
 
         Returns:
-            Its positions [n].
+            Positions [n] of the packed tokens.
         """
         assert packed.positions is not None
         return packed.positions
@@ -148,7 +149,7 @@ class Attention(nn.Module):
             key: [n, 1, K/tp, d].
             value: [n, 1, K/tp, d].
             mask: not used.
-            options: `packed_seq_params` is the packed batch.
+            options: Megatron's keyword arguments, of which `packed_seq_params` is a `Packed`.
 
         Returns:
             [n, 1, H/tp * d].
@@ -172,12 +173,12 @@ class Router(TopKRouter):
         Args:
             layer: the layer.
             inputs: not used.
-            options: `packed_seq_params` is the packed batch.
+            options: the layer's keyword arguments, of which `packed_seq_params` is a `Packed`.
         """
         self.tokens = options["packed_seq_params"].routed
 
     def routing(self, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """Choose experts or replay recorded ones, record the choice, and attach its losses.
+        """Choose experts or replay recorded ones, record the choice, and attach router losses.
 
         Args:
             logits: [n, 1, E].
@@ -194,7 +195,7 @@ class Router(TopKRouter):
         replay.set_router_replay_action(RouterReplayAction.RECORD)
         weights, is_chosen = super().routing(logits, **options)
         chosen = replay.get_recorded_indices()
-        own_choice = None
+        own_choice = None  # only needed where another choice is replayed
         replayed = self.tokens.experts_to_replay(layer, len(logits))
         if replayed is not None:
             # Route once more, to the replayed experts.
@@ -206,7 +207,7 @@ class Router(TopKRouter):
             weights, is_chosen = super().routing(logits, **options)
         replay.clear_router_replay_action()
         replay.clear_indices()
-        # The same weights, whose backward pass adds the load-balancing loss and the z-loss.
+        # Does not change the weights. Their backward pass adds the gradients of the router losses.
         weights = self.tokens.record_choice(layer, logits[:, 0], weights, chosen, own_choice)
         return weights, is_chosen
 
@@ -269,7 +270,7 @@ class Experts(nn.Module):
 
 
 def loop_reason_of(config: TransformerConfig, device: torch.device) -> str:
-    """Explain why experts are computed one after the other.
+    """Explain why experts are computed one after the other, if they are.
 
     Args:
         config: Megatron's configuration.
@@ -288,7 +289,7 @@ def loop_reason_of(config: TransformerConfig, device: torch.device) -> str:
 
 
 def linear_modules(device: torch.device) -> tuple[type, type, str]:
-    """Choose the column-parallel and row-parallel linear modules, with the reason."""
+    """Choose classes of column-parallel and row-parallel linear modules; say which, and why."""
     if device.type != "cuda":
         reason = "Transformer Engine is for CUDA"
     elif not transformer_engine.HAVE_TE:
@@ -427,8 +428,8 @@ def transformer_config(
         ) from error
 
 
-def is_tied_policy(model: PreTrainedModel) -> bool:
-    """Whether the model has a head that shares its weight [V, D] with the embedding."""
+def has_tied_head(model: PreTrainedModel) -> bool:
+    """Whether the model has a vocabulary head that shares its weight [V, D] with the embedding."""
     has_head = isinstance(model.get_output_embeddings(), nn.Linear)
     return has_head and bool(model.config.tie_word_embeddings)
 
@@ -463,8 +464,8 @@ def build_chunks(
     num_vocabulary = base.embed_tokens.num_embeddings
     padding_id = base.embed_tokens.padding_idx
     has_head = isinstance(model.get_output_embeddings(), nn.Linear)
-    # Without a head, sharing avoids a weight of the output layer, which is deleted below.
-    can_share_table = is_tied_policy(model) or not has_head
+    # Without a head, the output layer is deleted below. Until then, it needs no weight of its own.
+    can_share_table = has_tied_head(model) or not has_head
     tp = config.tensor_model_parallel_size
     stage = parallel_state.get_pipeline_model_parallel_rank()
     num_virtual = config.virtual_pipeline_model_parallel_size
@@ -484,7 +485,8 @@ def build_chunks(
             max_sequence_length=0,
             pre_process=is_first,
             post_process=is_last,
-            # With several stages a tied head has its own weight, kept equal to the table's.
+            # In other chunks, a tied head is a copy of the table. Both get the sum of the gradients
+            # of both, so they stay equal.
             share_embeddings_and_output_weights=is_first and is_last and can_share_table,
             position_embedding_type="rope",
             vp_stage=virtual_stage,

@@ -91,7 +91,8 @@ FAMILIES: Mapping[str, Mapping[str, ParameterPlace]] = {
     "qwen3_moe": _LAYER | _QK_NORM | _EXPERTS,
 }
 """Tables by `model_type`."""
-_HEADS = ("value_head.", "score.")  # modules of one output, which stay Hugging Face's
+# Prefixes of the parameters of heads with one output, which Hugging Face's modules compute.
+_ONE_OUTPUT_HEADS = ("value_head.", "score.")
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
@@ -108,7 +109,7 @@ def place_of(name: str, config: PretrainedConfig) -> tuple[int | None, Parameter
     Raises:
         ConfigError: the table of the family has no such parameter.
     """
-    if name.startswith(_HEADS):
+    if name.startswith(_ONE_OUTPUT_HEADS):
         return None, ParameterPlace(name, None)
     layer: int | None = None
     key = name
@@ -221,7 +222,7 @@ def _problem_of(config: Any, layout: Layout, megatron: MegatronConfig) -> str:
 
 
 def _divides_evenly(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
-    """Whether all stages without an explicit number of layers get the same number.
+    """Whether all stages for which no number of layers is set get the same number.
 
     Embedding and loss count as layers if Megatron's settings say so.
 
@@ -237,7 +238,7 @@ def _divides_evenly(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
         if settings.get(f"account_for_{part}_in_pipeline_split"):
             num_remaining += 1
 
-    # Stages with an explicit number of layers take no part in the even division.
+    # The first and the last stage may have a set number of layers. Leave them out of the division.
     num_stages = pp
     for position in ("first", "last"):
         num_explicit = settings.get(f"num_layers_in_{position}_pipeline_stage")
@@ -249,4 +250,5 @@ def _divides_evenly(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
 
     if num_stages > 0:
         return num_remaining > 0 and num_remaining % (num_stages * num_virtual) == 0
+    # All stages have a set number of layers, so these must be all layers.
     return num_remaining == num_stages == 0

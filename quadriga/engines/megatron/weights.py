@@ -31,7 +31,7 @@ from quadriga.engines.fsdp.sharded import (
     _gather_shards,
     _local_part,
 )
-from quadriga.engines.megatron.model import is_tied_policy
+from quadriga.engines.megatron.model import has_tied_head
 from quadriga.engines.megatron.names import HeadSizes, ParameterPlace, place_of, view_of
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
@@ -56,7 +56,10 @@ class MegatronWeights(PartialWeights):
         steps_on_host: whether masters are in host memory, so that the optimizer steps there.
 
     Attributes:
-        places: by Hugging Face name, the place in Megatron's modules, and Megatron's parameter.
+        places: by Hugging Face name, the place in Megatron's modules, and Megatron's parameter
+            there.
+        config: Megatron's configuration.
+        head_sizes: attention heads of this rank.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class MegatronWeights(PartialWeights):
         self.parameters = {id(parameter): parameter for _, parameter in self.places.values()}
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.trained = [name for name, spec in shard_specs.items() if spec.name in trained]
+        # All parameters are trained or none, because adapters are not supported.
         for key, parameter in self.parameters.items():
             parameter.requires_grad_(bool(self.trained))
             if self.trained and dtype != torch.float32:
@@ -116,7 +120,8 @@ class MegatronWeights(PartialWeights):
 
         Args:
             model: the full Hugging Face model.
-            local_parameters: see `_local_parameters`.
+            local_parameters: this rank's Megatron parameters, by layer and name; see
+                `_local_parameters`.
             processes: the ranks of the engine.
 
         Returns:
@@ -125,14 +130,14 @@ class MegatronWeights(PartialWeights):
         layout = processes.layout
         full_names = {name: name for name, _ in model.named_parameters()}
         # The last stage has a copy of the tied embedding as its head.
-        if is_tied_policy(model) and layout.pp > 1 and processes.is_last_stage:
+        if has_tied_head(model) and layout.pp > 1 and processes.is_last_stage:
             full_names[_HEAD] = _EMBEDDING
         specs = {}
         for name, full_name in full_names.items():
             layer, place = place_of(name, model.config)
             parameter = local_parameters.get((layer, place.name))
-            # Another stage has it.
             if parameter is None:
+                # Another stage has it.
                 continue
             self.places[name] = place, parameter
             if place.is_expert and layout.ep > 1:
@@ -149,7 +154,18 @@ class MegatronWeights(PartialWeights):
         device: torch.device,
         dtype: torch.dtype,
     ) -> Mapping[tuple[int | None, str], nn.Parameter]:
-        """Megatron's parameters on this rank, by layer of the full model and name within it."""
+        """Find Megatron's parameters on this rank.
+
+        Args:
+            scorer: the full model.
+            chunks: Megatron's modules of this rank.
+            device: device for a head of one output.
+            dtype: dtype for it.
+
+        Returns:
+            Parameters by layer of the full model and name within the layer. Outside of layers, by
+            None and name in Megatron's model.
+        """
         parameters = {}
         for chunk in chunks:
             for layer in chunk.decoder.layers:
@@ -161,7 +177,7 @@ class MegatronWeights(PartialWeights):
                     parameters[None, name] = parameter
         head_name = getattr(scorer, "head", None)
         if scorer.sharing.has_head and head_name:
-            # A head of one output is not a module of Megatron.
+            # A head of one output is Hugging Face's module; see `place_of`.
             head = scorer.model.get_submodule(head_name).to_empty(device=device).to(dtype)
             for name, parameter in head.named_parameters():
                 parameters[None, f"{head_name}.{name}"] = parameter
@@ -212,7 +228,8 @@ class MegatronWeights(PartialWeights):
             for axis in ("dp_replicate", "edp"):
                 _group_along(self.processes.experts, axis).add_up(expert_gradients)
 
-        # Attach each master's shard. Then sum those that tensor parallelism does not shard.
+        # Attach the shards of the gradients to the masters. Then sum the gradients of parameters
+        # that tensor parallelism does not shard.
         replicated = []
         for name, gradient in gradients.items():
             master = self.masters[name]
@@ -233,7 +250,7 @@ class MegatronWeights(PartialWeights):
             self._write_compute(name, master)
 
     def _write_compute(self, name: str, shard: torch.Tensor) -> None:
-        """Gather a model shard [V/tp, D] and write it into the compute parameter.
+        """Gather a model shard [V/tp, D] over fsdp and write it into the compute parameter.
 
         Args:
             name: name of the parameter.
@@ -256,7 +273,7 @@ class MegatronWeights(PartialWeights):
         return self._fsdp_shard(name, self._view(name, parameter.detach()).reshape(shape))
 
     def _fsdp_shard(self, name: str, model_shard: torch.Tensor) -> torch.Tensor:
-        """This rank's shard [V/tp/fsdp, D] of a model shard [V/tp, D]."""
+        """View this rank's shard [V/tp/fsdp, D] of a model shard [V/tp, D]."""
         mesh = self._meshes[self.shard_specs[name].is_expert].fsdp
         return model_shard.narrow(0, *_local_part(len(model_shard), mesh))
 
@@ -286,7 +303,7 @@ def _describe_parameters(
     stage_of = {}
     for stage, names in enumerate(stages.gather(local_names)):
         stage_of |= dict.fromkeys(names, stage)
-    has_shared_embedding = is_tied_policy(model) and layout.pp > 1
+    has_shared_embedding = has_tied_head(model) and layout.pp > 1
     specs = {}
     for name, parameter in model.named_parameters():
         is_shared = has_shared_embedding and name == _EMBEDDING

@@ -64,14 +64,15 @@ def _forward_experts(
         group: the expert-parallel ranks.
         hidden: [n, D].
         chosen: [n, k] int64, experts of each token.
-        scores: [n, k], their weights.
+        scores: [n, k], weights of the experts' outputs.
 
     Returns:
         [n, D], weighted sums of the experts' outputs.
     """
     size = dist.get_world_size(group)
+    # Sort the n k choices by expert, and so by rank, because a rank's experts are consecutive.
+    order = chosen.flatten().argsort(stable=True)
     # Exchange how many tokens go to each expert: [S, E/S].
-    by_expert = chosen.flatten().argsort(stable=True)
     sent_counts = chosen.flatten().bincount(minlength=size * num_local).view(size, num_local)
     received_counts = torch.empty_like(sent_counts)
     dist.all_to_all_single(received_counts, sent_counts, group=group)
@@ -79,8 +80,9 @@ def _forward_experts(
     num_received = received_counts.sum(1).tolist()
 
     # Send the tokens, compute, and send the outputs back.
-    states = hidden[by_expert // chosen.shape[1]]
+    states = hidden[order // chosen.shape[1]]
     states = _Exchange.apply(states, num_sent, num_received, group)
+    # Local expert of each received token: from each rank, tokens arrive in the order of experts.
     experts = torch.arange(num_local, device=chosen.device).repeat(size)
     experts = experts.repeat_interleave(received_counts.flatten())
     if len(experts) == 0:
@@ -88,13 +90,14 @@ def _forward_experts(
         # `states.sum()`, which is 0, connects it to the exchange, which runs backward on all ranks.
         states = states.new_zeros(1, states.shape[1]) + states.sum()
         experts = experts.new_zeros(1)
+    # One expert per token, with weight 1: the sender applies the scores.
     outputs = compute(states, experts[:, None], scores.new_ones(len(experts), 1))
     outputs = outputs[: sum(num_received)]
     outputs = _Exchange.apply(outputs, num_received, num_sent, group)
 
     # Restore the order of tokens and choices.
-    inverse = torch.empty_like(by_expert)
-    inverse[by_expert] = torch.arange(len(by_expert), device=by_expert.device)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
     outputs = outputs[inverse].view(*chosen.shape, -1)
     return (outputs * scores[..., None]).sum(1).to(hidden.dtype)
 
@@ -127,6 +130,7 @@ class _Exchange(torch.autograd.Function):
 def _exchange(
     rows: Tensor, num_sent: list[int], num_received: list[int], group: dist.ProcessGroup
 ) -> Tensor:
+    """All-to-all of `_Exchange`, without its backward pass."""
     received = rows.new_empty(sum(num_received), rows.shape[1])
     dist.all_to_all_single(received, rows.contiguous(), num_received, num_sent, group=group)
     return received

@@ -29,7 +29,10 @@ from quadriga.models.vision import is_vision
 
 
 class _PassThrough(nn.Module):
-    """Takes the place of a layer of another stage, with its plain attributes, which models read."""
+    """Takes the place of a layer of another stage, and returns hidden states unchanged.
+
+    It has the layer's attributes that are strings or numbers, because models read some of them.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -67,8 +70,9 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
         processes: the ranks of the engine.
 
     Returns:
-        In the last stage, for a head that is tied to the embedding of the first stage: the name of
-        its weight in this stage, and in the full model. Otherwise empty.
+        For a head that is tied to the embedding of the first stage: the name of the head's weight,
+        with the name of the embedding's weight in the full model. Empty without such a head, and in
+        all stages except the last.
 
     Raises:
         EngineError: the architecture does not have the expected modules.
@@ -126,7 +130,7 @@ class Stage(nn.Module):
         self.scorer = scorer
         self.processes = processes
         self.dtype = dtype
-        # State of the current call of `run`.
+        # Arguments and results of the current call of `run`.
         self.work: Sequence[tuple[PackedBatch, LossFunction | None]] = ()
         self.question = ScoreQuestion()
         self.outputs: list[Outputs] = []
@@ -166,7 +170,8 @@ class Stage(nn.Module):
         """Run a forward pass, and in training a backward pass, over all micro-batches.
 
         Args:
-            work: micro-batches, at least as many as stages, with their losses in training.
+            work: micro-batches, at least as many as stages, with their losses in training. All are
+                padded to the longest one.
             question: which outputs to compute.
             is_training: whether to run a backward pass.
 

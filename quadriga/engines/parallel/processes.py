@@ -47,7 +47,7 @@ class Processes:
 
         Args:
             world: all ranks.
-            layout: their arrangement.
+            layout: arrangement of the ranks.
 
         Returns:
             The ranks, with meshes [pp, dp_replicate, tp, fsdp], [pp, dp, sp, tp] and
@@ -56,7 +56,8 @@ class Processes:
         place = layout.place(world.rank)
         if layout.is_whole:
             return cls(layout, place, world, world)
-        # Roles with the same layout share their groups. Those of an earlier meeting are invalid.
+        # Roles with the same layout share their groups, unless the ranks have met again in between,
+        # which makes older groups invalid.
         storage, work, experts = _meshes_of(layout, world.device.type, Membership.num_meetings)
         replicas = ProcessGroup(place.dp_rank, layout.dp_size, world.device, work.get_group("dp"))
         return cls(layout, place, world, replicas, storage, work, experts)
@@ -87,10 +88,11 @@ def _meshes_of(
     """Create the meshes `storage`, `work` and `experts`, once for each layout and meeting."""
     make_mesh = functools.partial(_make_mesh, device_type, meeting)
     ranks = torch.arange(layout.world_size)
-    # In the order of the ranks, tp is the last axis.
+    # Ranks are numbered with tp as the last axis, which the meshes of parameters have before fsdp.
     ranks = ranks.view(layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
     experts = None
     if layout.ep > 1:
+        # Neighbouring ranks hold different experts. -1: all replicas of the experts.
         expert_ranks = ranks.reshape(layout.pp, -1, layout.edp, layout.ep).transpose(2, 3)
         experts = make_mesh(expert_ranks, EXPERT_NAMES)
     storage = make_mesh(ranks.transpose(2, 3), STORAGE_NAMES)
@@ -107,13 +109,13 @@ def _make_mesh(
 
     Args:
         device_type: type of the device.
-        meeting: number of the meeting of the ranks.
+        meeting: number of the meeting of the ranks, in which groups are formed; see `Membership`.
         ranks: [pp, ...], the ranks by their coordinates.
         names: names of the axes.
     """
     groups = []
     for axis in range(ranks.dim()):
-        # All ranks form all groups, in the same order; each belongs to one of an axis.
+        # All ranks must form all groups, in the same order. A rank is in one group of each axis.
         for row in ranks.movedim(axis, -1).flatten(0, -2).tolist():
             group = _group_of(tuple(row), meeting)
             if dist.get_rank() in row:
@@ -124,5 +126,5 @@ def _make_mesh(
 @functools.cache
 def _group_of(ranks: tuple[int, ...], meeting: int) -> dist.ProcessGroup:
     """Form the process group of some ranks, once for each meeting."""
-    # Other ranks get a placeholder.
+    # A rank outside of the group gets a placeholder, which it does not use.
     return cast(dist.ProcessGroup, dist.new_group(list(ranks)))

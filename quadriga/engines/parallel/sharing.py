@@ -49,7 +49,8 @@ class SharedTokens(Sharing):
         self.processes = processes
         self.has_embedding = processes.is_first_stage
         self.has_head = processes.is_last_stage
-        self.num_parts = layout.tp  # of the tokens between layers, over a tp group
+        # Parts into which a tp group divides its tokens between the layers; 1: it does not.
+        self.num_parts = layout.tp
         self.vocabulary: VocabularyShard | None = None
         if layout.tp > 1:
             start, _ = part_of(num_vocabulary, layout.tp, processes.place.tp)
@@ -115,7 +116,7 @@ class SharedTokens(Sharing):
         return routed
 
     def _groups(self, *, with_tp: bool = True) -> list[dist.ProcessGroup]:
-        """Groups over which the tokens of the same rows are divided.
+        """Groups of this rank whose ranks have different tokens of the same rows.
 
         Args:
             with_tp: whether to include the tp group, if it divides tokens.
@@ -178,13 +179,14 @@ class UlyssesAttention:
         num_copies = self.size // math.gcd(key.shape[1], self.size)
         queries_per_head = query.shape[1] // key.shape[1]
         if queries_per_head % num_copies:
-            # The queries of a head cannot be divided over its copies: make one for each query.
+            # The queries of a head cannot be divided over its copies: make a copy for each query.
             num_copies = queries_per_head
         if num_copies > 1:
             key = key.repeat_interleave(num_copies, 1)
             value = value.repeat_interleave(num_copies, 1)
 
-        # [1, H, n, D] -> [S, H/S, n, D]: part s has the heads of rank s. One exchange for all.
+        # [1, H, n, D] -> [S, H/S, n, D]: part s has the heads of rank s. Queries, keys and values
+        # are exchanged together.
         inputs = [tensor[0].unflatten(0, (self.size, -1)) for tensor in (query, key, value)]
         num_heads = [tensor.shape[1] for tensor in inputs]
         received = Collective.apply(torch.cat(inputs, 1), self.group, all_to_all)
@@ -204,7 +206,7 @@ class UlyssesAttention:
 
 
 class Collective(torch.autograd.Function):
-    """Differentiable collective on values [...]: the backward pass runs its reverse on gradients.
+    """Differentiable collective: the backward pass runs the reverse collective on the gradients.
 
     The reverse of an all-to-all is an all-to-all. The gradients of a gathered value are summed over
     the ranks, and each rank gets the sum for its piece.
@@ -281,8 +283,8 @@ _REVERSE: dict[_Collective, _Collective] = {
 class _JoinOutputs(torch.autograd.Function):
     """Join the outputs of all ranks, each with its indices, to [size, ...] on all ranks.
 
-    All ranks compute the same loss of the result, so the local gradient at a rank's indices is
-    already the full gradient of its outputs.
+    All ranks compute the same loss of the result. Therefore the backward pass needs no collective:
+    a rank's own gradient at its indices is the full gradient of its outputs.
     """
 
     @staticmethod
@@ -292,6 +294,7 @@ class _JoinOutputs(torch.autograd.Function):
         ctx.save_for_backward(indices)
         outputs = values.new_zeros(size, *values.shape[1:])
         outputs[indices] = values
+        # At these indices, all other ranks have zeros.
         for group in groups:
             dist.all_reduce(outputs, group=group)
         return outputs

@@ -41,11 +41,13 @@ _SPLIT_DIMENSION = {
     "rowwise": 1,
     "rowwise_split_input": 1,
 }
-# Name of a projection, or of a module of one with an adapter.
+# Path of a projection. With an adapter, a projection consists of three modules: `base_layer` and
+# the two factors. Group `name` is the path of the projection, `factor` is A or B.
 _PROJECTION = re.compile(
     rf"(?P<name>.+?)(?:\.(?:base_layer|lora_(?P<factor>[AB])\.{ADAPTER_NAME}))?"
 )
-# The factor of an adapter that is not sharded, by the sharded dimension of its projection.
+# Index: the sharded dimension of a projection. Entry: the factor of an adapter of this projection
+# that is not sharded.
 _UNSHARDED_FACTOR = ("A", "B")
 
 
@@ -64,7 +66,7 @@ def shard_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
         parameters in full.
 
     Raises:
-        EngineError: the embedding has a forward pass of its own.
+        EngineError: the embedding does not just look up rows of a table, perhaps scaled.
     """
     dimensions = {}
     size = dist.get_world_size(group)
@@ -74,7 +76,7 @@ def shard_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
     styles = _declared_styles(model)
     colwise_parents = {}
     for name, module in base.named_modules():
-        # Find the declared style of a projection. Modules without one stay as they are.
+        # Find the declared style of a projection. Modules without a style stay as they are.
         match = _PROJECTION.fullmatch(name)
         if match is None or not isinstance(module, nn.Linear):
             continue
@@ -98,12 +100,13 @@ def shard_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
         else:
             columns = slice(None)
             if style != "rowwise":
-                # The projection before it gathers all outputs: take this rank's part.
+                # The input is complete, because the projection before this one gathers its outputs.
+                # Take this rank's part.
                 start, length = part_of(module.in_features, size, dist.get_rank(group))
                 columns = slice(start, start + length)
             module.forward = partial(_rowwise_forward, module, group, columns)
 
-        # Shard its weight, and the bias of a colwise projection.
+        # Shard the weight. A bias has only dimension 0, which a colwise projection shards.
         for kind, parameter in list(module.named_parameters(recurse=False)):
             if dimension < parameter.dim():
                 shard_parameter(module, kind, dimension, group)
@@ -121,7 +124,7 @@ def _declared_styles(model: PreTrainedModel) -> list[tuple[re.Pattern[str], str]
     styles = []
     for name, style in plan.items():
         if style in _SPLIT_DIMENSION:
-            # A star stands for the number of a layer.
+            # A star in a declared name stands for the number of a layer.
             pattern = re.escape(name).replace(r"\*", r"\d+")
             styles.append((re.compile(pattern), style))
     return styles
@@ -138,7 +141,7 @@ def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[
         The sharded dimension of each sharded parameter, by name.
 
     Raises:
-        EngineError: the embedding has an unknown forward pass of its own.
+        EngineError: the embedding does not just look up rows of a table, perhaps scaled.
     """
     table = cast(nn.Embedding, model.get_input_embeddings())
     head = model.get_output_embeddings()
@@ -150,7 +153,7 @@ def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[
             expected="an embedding that looks up rows of a table, and may scale them",
             fix="Set tensor_model_parallel_size=1.",
         )
-    # Before the table is sharded, which replaces its weight.
+    # Found before the table is sharded, which replaces the table's weight.
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     paths = {id(module): name for name, module in model.named_modules()}
     start, _ = part_of(table.weight.shape[0], dist.get_world_size(group), dist.get_rank(group))
@@ -161,8 +164,8 @@ def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[
 
     if not isinstance(head, nn.Linear):
         return dimensions
-    # A tied head computes with the shard of the table.
     if is_tied:
+        # The head computes with the shard of the table.
         head.weight = cast(nn.Parameter, table.weight)
     for kind in dict(head.named_parameters(recurse=False)):
         if not (is_tied and kind == "weight"):
@@ -213,7 +216,7 @@ def _rowwise_forward(
     Args:
         module: the projection.
         group: the tensor-parallel ranks.
-        columns: which of the inputs are this rank's.
+        columns: this rank's part of the last dimension of `inputs`.
         inputs: [1, N, ...].
 
     Returns:

@@ -12,7 +12,13 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from quadriga.errors import EngineError
 from quadriga.models.architecture import backbone, head_of
-from quadriga.models.load import load_causal_lm, load_config, skeleton_causal_lm, stop_token_ids
+from quadriga.models.load import (
+    explain_load_errors,
+    load_causal_lm,
+    load_config,
+    skeleton_causal_lm,
+    stop_token_ids,
+)
 
 
 @pytest.fixture
@@ -109,6 +115,11 @@ def test_a_file_that_was_cut_is_named(folder: Path) -> None:
 def test_what_is_no_model_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="Check actor_rollout_ref.model.path"):  # noqa: RUF043
         load_causal_lm(tmp_path, dtype=torch.float32)
+
+
+def test_an_error_without_a_message_is_named(folder: Path) -> None:
+    with pytest.raises(EngineError, match="got OSError"), explain_load_errors(folder):
+        raise OSError
 
 
 def test_stop_tokens_are_those_of_model_and_tokenizer(folder: Path) -> None:

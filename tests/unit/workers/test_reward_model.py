@@ -24,7 +24,7 @@ from transformers import (
 
 from quadriga.config import Config
 from quadriga.errors import ConfigError, DataError, EngineError, RewardError
-from quadriga.models.reward_model import add_score_head
+from quadriga.models.reward_model import add_score_head, build_reward_model
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.workers import RewardModelWorker
@@ -352,6 +352,21 @@ def test_a_tokenizer_without_a_template(
         ConfigError, match=r"reward_model.model.path: .*a tokenizer that transformers can load"
     ):
         start(make(None))
+
+
+def test_training_a_classifier_replaces_entries_of_its_config(make: Make, tmp_path: Path) -> None:
+    add_score_head(vision_model()).save_pretrained(tmp_path / "sees")
+    for folder, entry in (
+        (make(None), "max_position_embeddings"),
+        (tmp_path / "sees", "vision_start_token_id"),
+    ):
+        model = build_reward_model(
+            str(folder),
+            pad_token_id=0,
+            device=torch.device("cpu"),
+            override_config={entry: 7},
+        )
+        assert getattr(model.config, entry) == 7
 
 
 def test_models_that_cannot_score(
