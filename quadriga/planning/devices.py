@@ -55,19 +55,29 @@ class LayerTimes:
         ends: those of embedding, head and sampling, and of the calls for each pass.
         num_context_tokens: tokens of each sequence in the measured decode steps.
         num_passes: cost of the measured update in forward passes (`update_passes`).
-        resident_factor: growth of the process's memory in an update, relative to the tensors that
-            exist at once. The rest are freed tensors that the C library keeps.
+        kept_share: freed tensors that the C library keeps in an update, relative to the tensors that
+            exist at once.
+        kept_layers: number of layers of the model with which `kept_share` was measured.
     """
 
     layer: PassTimes
     ends: PassTimes
     num_context_tokens: float = 0.0
     num_passes: int = 3
-    resident_factor: float = 1.0
+    kept_share: float = 0.0
+    kept_layers: int = 1
 
     def seconds(self, name: str, num_layers: int) -> float:
         """Seconds of a model with this number of layers; `name` is an attribute of `PassTimes`."""
         return float(num_layers * getattr(self.layer, name) + getattr(self.ends, name))
+
+    def resident_factor(self, num_layers: int) -> float:
+        """Growth of the process's memory in an update, relative to the tensors that exist at once.
+
+        A layer's tensors reuse part of the memory that earlier layers have freed. With 3, 6 and 12
+        layers, the memory that the C library keeps grew about with the square root of the layers.
+        """
+        return 1.0 + self.kept_share * math.sqrt(self.kept_layers / num_layers)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class RolePlan:
             for products on a CPU; 0 on an accelerator.
         lengths: mean lengths. If responses have the largest length on average, they all have it,
             and the division into micro-batches is known. None: any lengths within the limits.
-        resident_factor: see `quadriga.planning.devices.LayerTimes`.
+        resident_factor: see `quadriga.planning.devices.LayerTimes.resident_factor`.
     """
 
     sizes: ModelSizes

@@ -211,7 +211,7 @@ def plan_roles(
         model = config.critic.model if key == CRITIC else config.actor_rollout_ref.model
         resident_factor = 1.0
         if key in devices.layer_times:
-            resident_factor = devices.layer_times[key].resident_factor
+            resident_factor = devices.layer_times[key].resident_factor(sizes[key].num_layers)
         role_plan = RolePlan(
             sizes[key],
             section.layout(num_ranks, key, settings),

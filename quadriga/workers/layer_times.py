@@ -197,11 +197,11 @@ class Measurement:
             plan: model and ranks of the role.
         """
         measured = []
-        resident_factor = 0.0
+        kept_share = 0.0
         for num_layers in _NUM_LAYERS:
             few_layers = _FewLayers(self, role, plan, num_layers)
             if num_layers == _NUM_LAYERS[1]:
-                resident_factor = few_layers.resident_factor()
+                kept_share = few_layers.kept_share()
             measured.append(few_layers.update_times() | few_layers.generation_times())
             num_context_tokens = few_layers.num_context_tokens
             # Modules with a fused forward refer to themselves.
@@ -220,7 +220,8 @@ class Measurement:
             PassTimes(**of_ends),
             num_context_tokens=num_context_tokens,
             num_passes=update_passes(self.config, role, recomputes=plan.recomputes),
-            resident_factor=resident_factor,
+            kept_share=kept_share,
+            kept_layers=_NUM_LAYERS[1],
         )
 
     def seconds(
@@ -327,14 +328,15 @@ class _FewLayers:
         model.tie_weights()
         return model
 
-    def resident_factor(self) -> float:
-        """Measure the growth of this process in updates, relative to the predicted tensors.
+    def kept_share(self) -> float:
+        """Measure how much memory of freed tensors this process keeps in updates.
 
         The updates are those of a run: several micro-batches, and an optimizer step that allocates
         moments the first time. What the C library keeps of freed tensors depends on this order.
 
         Returns:
-            At least 1, and 1 if the system does not tell the peak.
+            The kept memory, relative to the predicted tensors that exist at once; 0 if the system
+            does not tell the peak.
         """
         batch = pack_rows(self.rows, _CPU)
         smaller_batch = pack_rows(self.rows[: len(self.rows) // 2 + 1], _CPU)
@@ -342,7 +344,7 @@ class _FewLayers:
         predicted = predict_update(self.config, self.role, plan, batch.num_tokens)
         release_free_memory()
         if not forget_peak():
-            return 1.0
+            return 0.0
         resident, _ = resident_bytes()
         for _ in range(_NUM_UPDATES):
             for micro_batch in (batch, batch, smaller_batch):
@@ -351,8 +353,8 @@ class _FewLayers:
             release_free_memory()
         _, peak = resident_bytes()
         growth = peak - resident - predicted.optimizer - predicted.gradients
-        factor = growth / (predicted.activations + predicted.working)
-        return max(1.0, *self.measurement.world.gather(factor))
+        kept_share = growth / (predicted.activations + predicted.working) - 1.0
+        return max(0.0, *self.measurement.world.gather(kept_share))
 
     def update_times(self) -> dict[str, float]:
         """Measure passes without gradients, updates and optimizer steps, as in `PassTimes`."""

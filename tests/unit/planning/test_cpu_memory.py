@@ -182,7 +182,7 @@ def test_an_update_includes_what_the_c_library_keeps(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     lengths = Lengths(prompt=8, response=48)
     bare = make_plan(config, devices, lengths, {ACTOR: SIZES}, 4)
-    times = LayerTimes(PassTimes(), PassTimes(), resident_factor=1.5)
+    times = LayerTimes(PassTimes(), PassTimes(), kept_share=0.5, kept_layers=SIZES.num_layers)
     devices = replace(devices, layer_times={ACTOR: times})
     plan = make_plan(config, devices, lengths, {ACTOR: SIZES}, 4)
     for phase, bare_phase in zip(plan.phases, bare.phases, strict=True):
@@ -191,6 +191,13 @@ def test_an_update_includes_what_the_c_library_keeps(tmp_path: Path) -> None:
             update = predict_update(config, ACTOR, plan.roles[ACTOR])
             expected += 0.5 * (update.activations + update.working)
         assert phase.total == pytest.approx(expected)
+
+
+def test_kept_memory_grows_with_the_square_root_of_the_layers() -> None:
+    times = LayerTimes(PassTimes(), PassTimes(), kept_share=0.8, kept_layers=3)
+    assert times.resident_factor(3) == pytest.approx(1.8)
+    # Four times the tensors, and twice the kept memory.
+    assert times.resident_factor(12) == pytest.approx(1.4)
 
 
 def test_ranks_of_ray_map_two_copies_of_their_state(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_layers_are_measured(
         for field in fields(PassTimes):
             assert getattr(times.layer, field.name) >= 0
             assert getattr(times.ends, field.name) >= 0
-        assert times.resident_factor >= 1
+        assert times.resident_factor(1) >= times.resident_factor(4) >= 1
 
 
 def test_models_with_fewer_layers_than_are_measured(tmp_path: Path) -> None:
