@@ -355,7 +355,7 @@ class EngineWorker(Worker):
         """
         engine = self.build_engine(loaded, fsdp, name=name)
         kinds = ["weights"] if fsdp.param_offload else []
-        # Text that begins with a separator, such as "; weights (…) on the host"; "" without offload.
+        # Text that begins with a semicolon; "" without offload.
         offload_note = engine.offload_between_phases(kinds, self.config.trainer.offload_directory)
         facts = engine.describe()
         size = f"{facts['parameters'] / 1e6:.1f} M parameters"

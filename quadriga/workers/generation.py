@@ -144,7 +144,7 @@ class ResponseGenerator:
                 # Compute the same steps as the leader, until it releases the group.
                 self.engine.follow()
                 return DataProto()
-            # Within `opened`, the calls of a server are generated, too.
+            # Within `opened`, the engine also answers the calls of a server.
             with nullcontext() if self.calls is None else self.calls.opened():
                 responses = self._respond(prompts)
         finally:
@@ -163,7 +163,7 @@ class ResponseGenerator:
         return responses
 
     def _respond(self, prompts: DataProto) -> DataProto:
-        """Generate responses on the leader: as conversations if there are loops, else as a batch."""
+        """Generate responses: as conversations if there are agent loops, else as a batch."""
         seed = self.config.trainer.seed
         if self.loops is not None:
             grade = None if self.grader is None else self.grader.grade_one
