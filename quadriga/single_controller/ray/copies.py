@@ -6,7 +6,7 @@
       copy   -- copy_state ------> | thread: copies into it
              -- mirror ---------------------------------------------> | fetch from the node before
       step ...
-      newest -- whole -----------------------------------------------> steps with right checksums
+      newest -- complete_steps --------------------------------------> steps with right checksums
       load   -- load_copy -------> reads its chunks, on its node or from another keeper
 
 After it has lost a process, a run resumes from such a copy instead of an older checkpoint on disk.
@@ -79,7 +79,7 @@ class Keeper:
             paths[owner] = f"/proc/{os.getpid()}/fd/{file}"
         return paths, ""
 
-    def whole(self) -> dict[Owner, list[int]]:
+    def complete_steps(self) -> dict[Owner, list[int]]:
         """Find the steps of each owner's complete copies."""
         return {owner: whole_steps(self._content(owner)) for owner in self._files}
 
@@ -287,7 +287,7 @@ class StateCopies:
         complete = {}
         for node in list(self._keepers):
             try:
-                complete[node] = self._call(node, "whole")
+                complete[node] = self._call(node, "complete_steps")
             except ray.exceptions.RayError:
                 print(f"state copies: those on node {node} are lost with it")
                 del self._keepers[node]

@@ -34,7 +34,11 @@ from quadriga.observe.machine import num_usable_cores
 from quadriga.single_controller.dispatch import Arguments
 from quadriga.single_controller.ray import calls
 from quadriga.single_controller.ray.calls import RemoteCall
-from quadriga.single_controller.ray.cluster import await_lost_nodes, renew_own_cluster, run_on_node
+from quadriga.single_controller.ray.cluster import (
+    renew_own_cluster,
+    run_on_node,
+    wait_until_ray_drops_lost_nodes,
+)
 from quadriga.single_controller.ray.errors import WorkerName
 from quadriga.single_controller.ray.heartbeat import Heartbeat
 from quadriga.single_controller.ray.pools import RayResourcePool, ResourcePoolManager
@@ -455,7 +459,7 @@ class RayWorkerGroups(WorkerGroups):
         # Before any other call to Ray: without a head, calls block until Ray ends this process.
         renew_own_cluster()
         # Ray would still place processes on a node that has just been lost.
-        await_lost_nodes()
+        wait_until_ray_drops_lost_nodes()
         has_gpus = settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
         use_gpu = settings.device == "cuda" or has_gpus
         self.groups: dict[str, RayWorkerGroup[Any]] = {}

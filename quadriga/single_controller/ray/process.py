@@ -153,7 +153,7 @@ class WorkerProcess:
         self._not_built: dict[str, Failure] = {}
         self._running: _RunningMethod | None = None
         self._call_times: deque[CallTime] = deque(maxlen=MAX_CALL_TIMES)
-        show_own_devices()
+        hide_other_devices()
         streams.install()
         # Report all threads, because the signal may arrive in a thread that does not compute.
         faulthandler.enable(all_threads=True)
@@ -328,7 +328,7 @@ class WorkerProcess:
                 self._running = None
 
 
-def show_own_devices() -> None:
+def hide_other_devices() -> None:
     """Restrict this process to the GPUs that Ray assigned to it, even if Ray is told not to do so.
 
     With RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES every process sees all GPUs of its node, and
