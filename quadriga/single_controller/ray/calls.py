@@ -51,12 +51,12 @@ REPORT_EVERY_S = 30.0
 POLL_S = 0.25
 LOOK_AT_NODES_S = 5.0
 HEAD_LOST = threading.Event()
-"""Set by the heartbeat when the cluster's head is lost. The next wait then checks the nodes at once:
-a driver that makes only short calls would not notice the loss before Ray ends the driver."""
+"""Set by the heartbeat when the cluster's head is lost. The next wait then checks the nodes at
+once: a driver that makes only short calls would not notice the loss before Ray ends the driver."""
 GRACE_S = 1.0
 """Time to wait for further failures after the first one, which may be a consequence of them."""
 PEER_LOST_GRACE_S = 8.0
-"""The same time if all failures are lost peers: Ray has yet to notice the death that caused them."""
+"""The same if all failures are lost peers: Ray has yet to notice the death that caused them."""
 _LOST_PEER = 2  # first number of the sort key of lost peers, which come last; see `_cause_order`
 STATUS_LIMIT_S = 2.0  # time for processes to report their status
 CRASH_LOG_LIMIT_S = 5.0  # time to read the traces of a dead process on its node
@@ -488,7 +488,7 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
     if survivors:
         raise WorkerError(
             "closing a worker group",
-            got=f"{', '.join(survivors)} alive after {END_LIMIT_S:g} s, or its node does not answer",
+            got=f"{', '.join(survivors)} alive after {END_LIMIT_S:g} s, or on a silent node",
             expected="no process left",
             fix="Look at the node's `dmesg`: a process that survives SIGKILL waits for a device or "
             "a file system.",

@@ -62,8 +62,8 @@ FORWARDED = (
 FORWARDED_NAMES = ("PYTHONPATH", "TERM", "COLORTERM", "NO_COLOR", "COLUMNS", "LINES")
 # Ray shows the environment of a job to everyone who can see the cluster.
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-# Lines of Ray's output with these words are dropped: the state of raylets of lost nodes, and guesses
-# about dead processes. Quadriga's error names the worker or node, and the cause.
+# Lines of Ray's output with these words are dropped: the state of raylets of lost nodes, and
+# guesses about dead processes. Quadriga's error names the worker or node, and the cause.
 _RAY_NOISE = ("[state-dump]", "A worker died or was killed")
 CONNECT_LIMIT_S = 2.0  # time for a node to accept a connection
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -94,8 +94,8 @@ def cluster(
 
     Raises:
         ConfigError: several nodes are needed, but there is no address of a cluster.
-        WorkerError: Ray is too old; or there is no cluster at the address, or it has another version
-            of Ray or Python; or a cluster cannot be started.
+        WorkerError: Ray is too old; or there is no cluster at the address, or it has another
+            version of Ray or Python; or a cluster cannot be started.
     """
     if release_numbers(ray.__version__) < release_numbers(LEAST_RAY):
         raise WorkerError(
@@ -303,7 +303,7 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
                 f"Ray cluster at {address}",
                 got=f"Ray {cluster_ray} on Python {cluster_python}",
                 expected=f"Ray {this_ray} on Python {this_python}, as this process has",
-                fix="Restart the cluster from this environment: `ray stop`, then `ray start --head`.",
+                fix="Restart the cluster from this environment: `ray stop`, `ray start --head`.",
             ) from error
         # The message in one line, without a traceback.
         message = " ".join(str(error.__cause__ or error).split())
@@ -346,7 +346,7 @@ def _joining_env(where: str, address: str, configured: Mapping[str, Any] | None)
         configured: the user's runtime environment, which takes precedence.
 
     Returns:
-        The runtime environment: variables of this process, and a hook that changes to its directory.
+        The runtime environment: variables of this process, and a hook that enters its directory.
 
     Raises:
         WorkerError: the address has another form, or there is no cluster at it.

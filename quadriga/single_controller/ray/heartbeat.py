@@ -86,8 +86,8 @@ class Heartbeat:
 
     def _beat(self) -> None:
         """Request statuses in rounds, until `close`. The thread's main function."""
-        # Silence is counted in rounds and not by a clock: if the driver itself was stopped for long,
-        # the processes were not silent meanwhile.
+        # Silence is counted in rounds and not by a clock: if the driver itself was stopped for
+        # long, the processes were not silent meanwhile.
         while not self._is_over.wait(EVERY_S) and ray.is_initialized():
             if is_cluster_lost():
                 calls.HEAD_LOST.set()
