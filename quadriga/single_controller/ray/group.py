@@ -412,7 +412,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         return [copy(self).use_ranks([rank]) for rank in self.ranks]
 
     def restart(self, rank: int) -> None:
-        """End the process of a rank, and start another in its place; see `WorkerProcesses.restart`."""
+        """End the process of a rank, and start another; see `WorkerProcesses.restart`."""
         self.processes.restart(rank)
 
     def method(self, name: str) -> Callable[..., Any]:

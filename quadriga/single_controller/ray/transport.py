@@ -270,7 +270,7 @@ class Outbox:
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def put(self, arrays: list[np.ndarray]) -> Any:
-        """Put byte arrays into Ray's store as one object, which lives as long as the returned ref."""
+        """Put byte arrays into Ray's store as one object, which lives as long as the result."""
         ref = ray.put(arrays)
         if sum(array.nbytes for array in arrays) >= ALONE_FROM_BYTES:
             release_pages()
