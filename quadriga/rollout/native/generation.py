@@ -613,8 +613,8 @@ class Generation:
             token, log_prob, sampling_log_prob = numbers
             request.add(int(token), log_prob, sampling_log_prob)
             request.versions.append(self.weight_version)
-        # From the last slot to the first, because the end of a request moves the last slot's request
-        # to this slot: it has been looked at already.
+        # From the last slot to the first: the end of a request moves the request of the last slot,
+        # which has been looked at already, to this slot.
         for slot in reversed(range(first, len(running))):
             if running[slot].finish_reason is not None:
                 self._end_request(slot)

@@ -2,8 +2,8 @@
 """Messages by which all ranks of a rollout group make the same steps.
 
 Before each step the leader sends a message: `StepMessage` with the requests that are added or
-aborted, or `NewWeights` before the first step with newer weights. All ranks give the same numbers to
-the requests. The ranks compare a checksum of their tokens at each change of weights, and when the
+aborted, or `NewWeights` before the first step with newer weights. All ranks number the requests in
+the same way. The ranks compare a checksum of their tokens at each change of weights, and when the
 batch is over.
 """
 

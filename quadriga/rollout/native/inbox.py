@@ -96,8 +96,8 @@ class Inbox:
             requests: returns the runner's unfinished requests. They become `taken`, because the
                 work may call `unfinished`.
         """
-        # Without the lock, because only the runner removes work. Work that is added just now is
-        # found before the next step.
+        # Without the lock, because only the runner removes work. Work that is added meanwhile is
+        # found in the next round.
         if not self._work:
             return None
         with self._lock:

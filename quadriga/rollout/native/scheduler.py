@@ -83,8 +83,8 @@ class Scheduler(Generic[R]):
         for request in self.waiting[:num_free]:
             if request.prefix not in prefixes:
                 num_tokens += len(request.prefix)
-            # The first request may exceed this limit, and the next one if it is alone in the batch:
-            # otherwise a large request could never start.
+            # The first request that starts may exceed the limit of a prefill, and a request that is
+            # alone in the batch may exceed the KV cache: otherwise a large one could never start.
             if started and num_tokens > self.max_num_batched_tokens:
                 break
             new_prefixes = prefixes | {request.prefix}
