@@ -240,7 +240,11 @@ def _attention_kernel(
 ):  # fmt: skip
     """Compute attention of one row and key-value head over one of PARTS parts of the keys.
 
-    The program of the first part also writes the new token's key and value to the response cache.
+    Keys before the new token are numbered from 0 to `end`: those of the prefix, then those of the
+    response. Those in the window are [begin, end), of which a part has [start, stop), in whole
+    tiles. Only the first part has the new token: it also writes the token's key and value to the
+    response cache. A part may have no keys. `_combine_kernel` weights the parts by their
+    log-sum-exps, and adds the sinks.
 
     Args:
         query: [R, H, d].
@@ -284,8 +288,6 @@ def _attention_kernel(
     query_rows = query + row * query_stride + heads[:, None] * SIZE
     q = tl.load(query_rows + columns[None, :], mask=inside, other=0.0)
 
-    # Number the keys before the new token from 0 to `end`: the prefix, then the response. The keys
-    # in the window are [begin, end), and this part has [start, stop), in whole tiles.
     written = tl.load(num_written + row)
     length = tl.load(prefix_length + row)
     end = length + written
@@ -303,8 +305,7 @@ def _attention_kernel(
     total = tl.zeros((QUERIES,), dtype=tl.float32)
     mixed = tl.zeros((QUERIES, COLUMNS), dtype=tl.float32)
     if part == 0:
-        # Only the first part has the new token. It comes first, so its score is the maximum so far,
-        # and its share exp(score - peak) is 1.
+        # The new token comes first: its score is the maximum so far, its share exp(score - peak) 1.
         new_key_at = key + row * key_stride + head * SIZE + columns
         new_key = tl.load(new_key_at, mask=is_column, other=0.0)
         new_value_at = value + row * value_stride + head * SIZE + columns
@@ -318,7 +319,7 @@ def _attention_kernel(
         total += 1.0
         mixed += new_value.to(tl.float32)[None, :]
 
-    # Keys of the prefix, up to `length`, then keys of the response, from `length` on.
+    # Keys of the prefix up to `length`, then of the response from `length` on.
     shared_start = (tl.load(prefix_of + row) * NUM_KEYS + head) * prefix_room * SIZE
     peak, total, mixed = _attend_to_keys(
         q,
@@ -360,8 +361,6 @@ def _attention_kernel(
         normalized = (mixed / total[:, None]).to(result.dtype.element_ty)
         tl.store(result + lines * SIZE + columns[None, :], normalized, mask=inside)
     else:
-        # `_combine_kernel` weights the parts by their log-sum-exps, and adds the sink. A part may
-        # have no keys.
         line = (row * NUM_KEYS * GROUP + heads) * PARTS + part
         normalized = mixed / tl.maximum(total, 1e-30)[:, None]
         tl.store(result + line[:, None] * SIZE + columns[None, :], normalized, inside)
