@@ -434,7 +434,7 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         config: the configuration.
         has_critic: whether the run has a critic.
 
-    Returns:
+    Yields:
         Lines to be printed.
 
     Raises:
