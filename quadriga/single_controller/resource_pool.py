@@ -211,8 +211,9 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
             got=f"{cores} cores for {processes} processes",
             expected="at least 1 each",
         )
-    # Pools take turns, so only the processes of the same pool compute at the same time.
+    # If the number for all pools is unknown, it is at least that of this pool.
     num_processes = max(processes_on_node, processes)
+    # Pools take turns, so only the processes of the same pool share the cores.
     num_threads = max(1, cores // processes)
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} a process"
     of_cores = f"{cores} core{'s' if cores > 1 else ''}"

@@ -158,7 +158,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         return self
 
     def mesh(self, name: str) -> MeshLayout:
-        """Layout of a mesh. The first call requests it from the workers.
+        """Return the layout of a mesh. The first call for a mesh requests it from the workers.
 
         Raises:
             WorkerError: not exactly one rank is collected for each data-parallel rank.
@@ -264,7 +264,8 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         )
         future = DataProtoFuture(collect, handles, resolve=self.resolve)
         if mode.mesh is not None and not padding[0]:
-            # The outputs are joined, which copies them, so they may be views of lent memory.
+            # The outputs are joined, which copies them, so they may be views of lent memory. Only
+            # the rows of collected ranks are joined.
             future = replace(
                 future,
                 resolve=partial(self.resolve, borrow=True),

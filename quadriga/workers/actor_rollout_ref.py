@@ -256,6 +256,7 @@ class ActorRolloutRefWorker(Learner):
         if self.reference is not None:
             scores = self._infer(self.reference, data, config)
         else:
+            # Without its adapter, the actor is the policy that training started from.
             with disable_adapter(self.engine.model):
                 scores = self._infer(self.engine, data, config)
         return DataProto.from_dict(tensors={"ref_log_prob": scores["log_probs"]})

@@ -207,13 +207,14 @@ def _environments(config: Config, num_leaders: int) -> EnvironmentPool | None:
     """
     if config.env.name is None:
         return None
+    # A reward function or a reward model grades the episodes in place of the environment.
     has_function = config.custom_reward_function.path is not None
     is_graded_elsewhere = has_function or config.reward_model.enable
     return EnvironmentPool(config.env, num_leaders, is_graded_elsewhere=is_graded_elsewhere)
 
 
 def build_processor(config: Config) -> Any:
-    """The image processor of a vision-language model; None for a language model."""
+    """Load the image processor of a vision-language model; None for a language model."""
     model = config.actor_rollout_ref.model
     trusts = config.data.trust_remote_code or model.trust_remote_code
     return load_processor(

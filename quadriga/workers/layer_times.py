@@ -154,7 +154,8 @@ def _measure_rank(
         for role, plan in roles.items():
             times[role] = measurement.layer_times(role, plan)
         if devices.count == 1:
-            # The process is also the driver, which reads rows and records rollouts.
+            # The process is also the driver, which reads rows and records rollouts. Do so once, so
+            # that the memory of these libraries counts.
             rows = meeting.with_name("rows.parquet")
             parquet.write_table(pa.table({"row": [0]}), rows)
             parquet.read_table(rows)
@@ -287,7 +288,7 @@ class _FewLayers:
         if adapter_rank(self.config, role):
             add_adapter(model, self.config.actor_rollout_ref.model, seed=0)
         scorer: Scorer = PolicyScorer(model) if role == ACTOR else ValueScorer(model)
-        # Ranks that do not share this role measure it each for itself.
+        # If the role has another number of ranks, each process measures it alone.
         processes = ONE_PROCESS
         if plan.layout.world_size == measurement.world.size:
             processes = Processes.arrange(measurement.world, plan.layout)

@@ -188,6 +188,7 @@ class GenerationStream:
         length = config.data.max_response_length
         requests = {}
         for group, rows in groups.items():
+            # Two lists: prompts and sampling of all rows.
             fields = requests_of(rows, rollout, length, config.trainer.seed)
             for row, request in enumerate(zip(*fields, images_of(rows), strict=True)):
                 requests[group, row] = request

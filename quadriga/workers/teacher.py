@@ -60,8 +60,8 @@ class TeacherWorker(EngineWorker):
             loaded = load_model(
                 self.config, path, PolicyScorer, self.dtype.value, self.processes, is_teacher=True
             )
-            self.engines[path], size = self.build_frozen(loaded, fsdp, f"teacher {path}")
-            descriptions.append(f"{path}, {size}")
+            self.engines[path], about = self.build_frozen(loaded, fsdp, f"teacher {path}")
+            descriptions.append(f"{path}, {about}")
         return {"teacher": "; ".join(descriptions)}
 
     @register(BY_REPLICA, blocking=False)

@@ -274,8 +274,8 @@ class PrefillPlan:
             start += length
         self.packed = PackedAttention(segments, device)
 
-        # Padding repeats the last token of a prefix.
         columns = torch.arange(max(cache.lengths))
+        # Padding repeats the last token of a prefix.
         rows = [segment.start + columns.clamp(max=segment.length - 1) for segment in segments]
         self.padded_index = torch.stack(rows).to(device)
         ends = [segment.start + segment.length - 1 for segment in segments]

@@ -313,9 +313,9 @@ class Generation:
         self.plan: AnyDecodePlan | None = None
         self.graphs: GraphedSteps | None = None
         model = network.model
-        if self.uses_graphs and not obstacle_to_graphs(
-            model, network.device, model.dtype, network.group
-        ):
+        # The reason why steps cannot be graphs; "" if they can.
+        obstacle = obstacle_to_graphs(model, network.device, model.dtype, network.group)
+        if self.uses_graphs and not obstacle:
             self.graphs = GraphedSteps(network)
 
     def advance(self, aborted: Collection[GenerationRequest] = ()) -> None:
@@ -536,6 +536,7 @@ class Generation:
         longest = max(request.num_written for request in self.scheduler.running)
         if longest >= self.responses.room:
             self._make_room(longest)
+        # The slots of this step: `_make_room` may have preempted requests.
         requests = self.scheduler.running
         written = [request.num_written for request in requests]
 

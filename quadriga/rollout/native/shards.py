@@ -43,6 +43,7 @@ class GroupShards:
         self._adapter = adapter_of(adapted)  # rank and scale; None without an adapter
         # Shapes of the adapter's matrices, by name; {} without an adapter.
         self._factors = Manifest.of(adapted).select(is_factor).shapes
+        # A weight has an adapter if there is a matrix A for it.
         self.merged = {name for name in self._boxes if factor_names(name)[0] in self._factors}
 
     def wanted_shards(self) -> Wanted:

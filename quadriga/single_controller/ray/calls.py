@@ -156,7 +156,7 @@ class _Loss:
         return error
 
 
-_FAILED = (Failure, _Loss)
+_FAILED = (Failure, _Loss)  # classes in place of the output of a call that failed
 
 
 def resolve(

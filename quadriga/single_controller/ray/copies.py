@@ -326,6 +326,7 @@ class StateCopies:
             return None
         # The newest step is incomplete if a rank was lost while it was copied.
         for step, driver in reversed(self._driver.items()):
+            # The nodes that have a complete copy of this step, for each owner.
             nodes = {}
             for owner, owner_nodes in self._memory.nodes.items():
                 nodes[owner] = [

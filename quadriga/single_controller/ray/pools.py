@@ -319,6 +319,7 @@ class ResourcePoolManager:
         if pools and not any(pool.placement_groups for pool in pools):
             shapes = {pool.name: pool.device_on_nodes for pool in pools}
             choose_free_nodes(shapes, pools[0].device_resources)
+        # The first call of `bundles` takes the resources of a pool.
         neighbours = Counter(bundle.node_id for pool in pools for bundle in pool.bundles())
         for pool in pools:
             pool.neighbours = neighbours
