@@ -207,7 +207,7 @@ def _environments(config: Config, num_leaders: int) -> EnvironmentPool | None:
     """
     if config.env.name is None:
         return None
-    # A reward function or a reward model grades the episodes in place of the environment.
+    # A reward function or a reward model may grade the episodes besides the environment.
     has_function = config.custom_reward_function.path is not None
     is_graded_elsewhere = has_function or config.reward_model.enable
     return EnvironmentPool(config.env, num_leaders, is_graded_elsewhere=is_graded_elsewhere)
