@@ -171,8 +171,8 @@ def _plan_other_roles(config: Config, role: str, itemsize: int) -> dict[str, Rol
         path = paths.get(where)
         if where == role or not path or pool_of_role[where] != pool_of_role[role]:
             continue
-        # Without loading the model: its sizes follow from its config.json.
         settings = config.actor_rollout_ref.actor.megatron_if_chosen
+        # Do not load the model: its sizes follow from its config.json.
         text = load_config(path, trust_remote_code=model.trust_remote_code).to_dict()
         try:
             sizes = ModelSizes.from_config(text, path)

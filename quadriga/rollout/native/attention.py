@@ -661,7 +661,8 @@ class CompiledPlan:
         """
         responses = KeysAndValues(*self.responses.layer_memory(layer, value))
         prefixes = KeysAndValues(self.prefixes.keys[layer], self.prefixes.values[layer])
-        # On a CPU the loops take bfloat16 if everything is bfloat16, and float32 otherwise.
+        # On CUDA all tensors have the cache's dtype. On a CPU, where the cache is float32, the loops
+        # also take bfloat16 if all three inputs have it.
         if self.device.type == "cuda":
             dtype = responses.keys.dtype
         elif {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}:

@@ -42,7 +42,7 @@ class Bundle:
 
 
 def cluster_nodes() -> list[NodeResources]:
-    """The living nodes of the connected cluster."""
+    """List the living nodes of the connected cluster. A node without a report counts as free."""
     free = ray._private.state.available_resources_per_node()
     nodes = []
     for node in ray.nodes():
