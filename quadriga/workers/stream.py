@@ -461,6 +461,7 @@ class ServedStream(GenerationStream):
 
         def report_failure(done: Future[int]) -> None:
             """Report an error of the save to the driver."""
+            # Not by `_report`, whose events the driver handles: here `events` raises the error.
             if done.exception() is not None:
                 self._queued_events.put(("saved", 0, done.result))
 

@@ -748,6 +748,7 @@ def attend_part(
         # The operator behind scaled_dot_product_attention. Unlike that function, it also returns
         # the log-sum-exps.
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        # Without dropout (0.0) and without a causal mask (False).
         return flash(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     if query.is_cuda and query.dtype != torch.float32:
         # The factors stay in half precision, but the scores are not rounded to it.

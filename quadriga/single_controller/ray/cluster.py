@@ -197,6 +197,7 @@ def _end_own_cluster(kind: type[BaseException] | None, *_: Any) -> None:
         kind: class of the exception that left the stack; None without one.
         _: not used.
     """
+    # Ctrl-C, and a caller that closes the context early, are no failures.
     _OWN.pop().end(is_failed=kind not in (None, KeyboardInterrupt, GeneratorExit))
 
 
