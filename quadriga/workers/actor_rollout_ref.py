@@ -390,6 +390,7 @@ class ActorRolloutRefWorker(Learner):
             self.engine.device,
             self.engine.dtype,
             is_beside_training=False,
+            # It shares the graders with `generation`, which generates for validation.
             num_processes=2,
         )
         self.stream = GenerationStream(generation, done)

@@ -591,7 +591,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         raise ConfigError(
             f"{ACTOR}.freeze_vision_tower",
             got="True, with an adapter, which learns in the vision encoder, too",
-            expected="False: all weights are frozen",
+            expected="False: with an adapter, all weights of the model itself are frozen anyway",
             fix="Leave the key out; actor_rollout_ref.model.exclude_modules='.*visual.*' keeps the "
             "adapter out of it.",
         )

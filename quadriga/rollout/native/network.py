@@ -463,7 +463,7 @@ class _MLP:
         self.down_projection = _Projection((mlp.down_proj,), forms, group)
 
     def __call__(self, states: Tensor) -> Tensor:
-        """[B, N, D] -> [B, N, D]"""
+        """Compute the MLP: [B, N, D] -> [B, N, D]."""
         return self.down_projection(self.elementwise.gate(self.gate_up_projection(states)))
 
 
@@ -495,7 +495,7 @@ class _Mixture:
         self.shared_gate = getattr(mlp, "shared_expert_gate", None)
 
     def __call__(self, states: Tensor) -> Tensor:
-        """[B, N, D] -> [B, N, D]"""
+        """Compute the mixture of chosen experts, and a shared one: [B, N, D] -> [B, N, D]."""
         rows = states.flatten(0, 1)
         _, scores, chosen = self.router(rows)  # [B * N, k] each: weights and numbers of experts
         mixed = self.experts(rows, chosen, scores).view_as(states)
