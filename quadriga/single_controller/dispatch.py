@@ -36,7 +36,9 @@ from quadriga.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divis
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional and named arguments of a call, or of one rank in it."""
 PerRank = tuple[Sequence[Sequence[Any]], Mapping[str, Sequence[Any]]]
+"""Positional and named arguments of a call, each as a list of its values in rank order."""
 _PLAIN = (bool, int, float, str, type(None))
 REGISTRATION = "_quadriga_registration"  # the attribute of a worker's method that `register` sets
 
@@ -68,7 +70,7 @@ class GroupLayout:
         self.meshes = {"": MeshLayout(ranks, ranks), **(meshes or {})}
 
     def mesh(self, name: str) -> MeshLayout:
-        """Layout of a mesh."""
+        """Layout of a mesh; "" is the mesh of all ranks."""
         return self.meshes[name]
 
 
@@ -99,6 +101,7 @@ def take_per_rank(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
             if len(value) == group.world_size:
                 continue
             got += f" of {len(value)}"
+        # The name of a positional argument is its number.
         raise DispatchError(
             f"per-rank argument {name}",
             got=got,
@@ -113,6 +116,15 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
 
     Ranks with the same data-parallel rank get the same chunk. Numbers, strings and None go to every
     rank.
+
+    Args:
+        mesh_name: name of the mesh.
+        group: world size and meshes of the group.
+        args: positional arguments of the call.
+        kwargs: named arguments of the call.
+
+    Returns:
+        The values of each argument, in rank order.
 
     Raises:
         DispatchError: an argument of another type, or DataProtos with different numbers of rows.
@@ -134,7 +146,8 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
                 expected="a DataProto, a future of one, or a number, string or None for every rank",
                 fix="Put values that hold for all rows into meta_info.",
             )
-        # A DataProto with nothing but meta_info has no rows to compare.
+        # A DataProto with nothing but meta_info has no rows to compare, and those of a future are
+        # not known yet.
         if isinstance(value, DataProto) and (value.batch is not None or value.non_tensor_batch):
             num_rows[str(name)] = len(value)
     if len(set(num_rows.values())) > 1:
@@ -144,7 +157,7 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
             expected="the same number in each DataProto",
         )
 
-    # From the values of data-parallel ranks to those of all ranks.
+    # From one value per data-parallel rank to one value per rank.
     per_rank = [[values[dp_rank] for dp_rank in dp_ranks] for values in chunks]
     named = dict(zip(kwargs, per_rank[len(args) :], strict=True))
     return per_rank[: len(args)], named
@@ -153,7 +166,11 @@ def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any)
 def split_rows_with_function(
     group: GroupLayout, function: Any = None, /, *args: Any, **kwargs: Any
 ) -> PerRank:
-    """Give every rank the function unchanged, and its chunk of the other arguments."""
+    """Give every rank the function unchanged, and the rank's chunk of the other arguments.
+
+    Raises:
+        DispatchError: the first argument is not a function; or see `split_rows`.
+    """
     if not callable(function):
         raise DispatchError("first argument", got=type(function).__name__, expected="a function")
     chunks, named_chunks = split_rows("", group, *args, **kwargs)
@@ -170,6 +187,11 @@ def collect_list(group: GroupLayout, outputs: list[Any]) -> list[Any]:
 
 def collect_rows(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> DataProto | None:
     """Join the rows of the collected ranks of a mesh, in the order of their chunks.
+
+    Args:
+        mesh_name: name of the mesh.
+        group: world size and meshes of the group.
+        outputs: output of each rank.
 
     Returns:
         The joined rows, or None if the method returns None on all ranks.
@@ -195,7 +217,7 @@ def collect_rows(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> Data
 
 
 class _Members(type):
-    """Make the class iterable over its members: an enumeration to which members can be added."""
+    """Metaclass of `Dispatch`, with the interface of `enum.EnumMeta`, but members can be added."""
 
     members: ClassVar[dict[str, "Dispatch"]]
 
@@ -209,7 +231,7 @@ class _Members(type):
         return cls.members[name]
 
     def __getattr__(cls, name: str) -> "Dispatch":
-        """The mode `Dispatch.NAME`."""
+        """Look up the mode `Dispatch.NAME`."""
         # Not `cls.members`, which would call this method again if there are no members yet.
         members = type.__getattribute__(cls, "members")
         if name not in members:
@@ -225,10 +247,10 @@ class Dispatch(metaclass=_Members):
         name: name of the mode; "" if it is not a member.
         dispatch_fn: splits the arguments of a call; None until it is set.
         collect_fn: joins the outputs.
-        mesh: name of the mesh over whose data-parallel ranks the mode splits rows, joining the
-            collected outputs with `DataProto.concat` ("" for all ranks). Only such a mode supports
-            auto padding, and a backend may lend its outputs as views of shared memory. None for
-            any other mode.
+        mesh: name of the mesh over whose data-parallel ranks the mode splits rows ("" for all
+            ranks), and whose collected outputs it joins with `DataProto.concat`. Only such a mode
+            supports auto padding. A backend may give it outputs that are views of shared memory,
+            because joining copies them. None for any other mode.
     """
 
     members: ClassVar[dict[str, "Dispatch"]] = {}
@@ -256,14 +278,18 @@ class Dispatch(metaclass=_Members):
         return f"Dispatch.{self.name}" if self.name else "a custom dispatch function"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a named mode by its name, so that it is the same object everywhere."""
+        """Pickle a member by its name, so that unpickling returns the member of that process."""
         if self.name:
             return type(Dispatch).__getitem__, (Dispatch, self.name)
         return Dispatch, ("", self.dispatch_fn, self.collect_fn, self.mesh)
 
 
 def register_dispatch_mode(name: str) -> Dispatch:
-    """Add the mode `Dispatch.<name>`. Set its functions with `update_dispatch_mode`."""
+    """Add the mode `Dispatch.<name>`. Set its functions with `update_dispatch_mode`.
+
+    Raises:
+        WorkerError: the name is in use, or is no Python name.
+    """
     if not name.isidentifier() or name in Dispatch.members:
         raise WorkerError(
             f"register_dispatch_mode({name!r})",
@@ -284,6 +310,9 @@ def update_dispatch_mode(
         dispatch_fn: splits the arguments of a call.
         collect_fn: joins the outputs.
         mesh: see `Dispatch`.
+
+    Raises:
+        WorkerError: the mode is not a member of `Dispatch`.
     """
     if mode not in Dispatch:
         raise WorkerError(
@@ -355,7 +384,8 @@ def rank_arguments(
         num_chunks = max(group.mesh(mode.mesh).dp_ranks) + 1
         for number, proto in protos.items():
             values[number], pad_size = pad_dataproto_to_divisor(proto, num_chunks)
-            # Of several DataProtos, report the one with the most padding rows.
+            # DataProtos with rows have equal numbers of rows. One without rows gets no padding, and
+            # does not count.
             padding = max(padding, (pad_size, len(values[number])))
 
     named_values = dict(zip(kwargs, values[len(args) :], strict=True))
@@ -369,7 +399,7 @@ def rank_arguments(
                 expected=f"{group.world_size}, one per rank",
             )
 
-    # From values of all ranks for each argument to arguments for each rank.
+    # From lists of values for each argument to `(args, kwargs)` for each rank.
     arguments: list[Arguments] = []
     for rank in range(group.world_size):
         rank_args = [by_rank[rank] for by_rank in args_by_rank]
@@ -392,8 +422,8 @@ def collect_outputs(
         outputs: one output per rank, in rank order.
         collect_fn: the collect function of the dispatch mode.
         layout: world size and meshes of the group.
-        padding: number of padding rows and of all rows that were sent, from `rank_arguments`. If
-            the method returns several rows per row, as many are cut off for each padding row.
+        padding: from `rank_arguments`: number of padding rows, and of all rows that were sent. If
+            the method returns n rows for each row, n rows are cut off for each padding row.
         where: the call, for error messages.
 
     Returns:
@@ -411,7 +441,7 @@ def collect_outputs(
             raise DispatchError(
                 "result of padded rows",
                 got=f"{len(result)} rows from {padded_rows}",
-                expected="the same number of rows for each row",
+                expected="the same number of output rows for each row that was sent",
                 fix="Send the data without auto_padding: chunks are then ragged.",
             )
         rows_per_row = len(result) // padded_rows
@@ -439,7 +469,7 @@ class Registration:
     blocking: bool
     # Whether only rank 0 is called, with the arguments unchanged, and its output is the result.
     is_rank_zero_only: bool
-    is_beside: bool = False  # whether it runs in a second thread of the worker's process
+    is_beside: bool = False  # whether it runs beside other methods, in another thread
 
 
 def _materialize(value: Any) -> Any:

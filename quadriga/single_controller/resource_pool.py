@@ -48,7 +48,7 @@ class NodeResources:
     free: Mapping[str, float]
 
     def describe(self, resources: Sequence[str]) -> str:
-        """Free and total resources, as `10.0.0.2 has 2 of 8 CPU free`."""
+        """Describe free and total amounts of some resources: `10.0.0.2 has 2 of 8 CPU free`."""
         amounts = [
             f"{self.free.get(name, 0):g} of {self.total.get(name, 0):g} {name}"
             for name in resources
@@ -61,39 +61,39 @@ def address_order(address: str) -> tuple[int, int, str]:
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
-        return 9, 0, address
+        return 9, 0, address  # 9 is above the versions of IP, 4 and 6
     return parsed.version, int(parsed), ""
 
 
 def choose_nodes(
     pools: Mapping[str, Sequence[int]], each: Mapping[str, float], nodes: Sequence[NodeResources]
 ) -> dict[str, list[NodeResources]]:
-    """Choose a node of the cluster for each node of each pool.
+    """Choose a node of the cluster for each part of each pool.
 
-    The nodes of a pool are different nodes of the cluster as long as there are enough; after that,
-    several of them share one.
+    A part is the processes of a pool that the configuration puts on one node. The parts of a pool
+    go to different nodes of the cluster as long as there are enough; further parts share a node.
 
     Args:
-        pools: number of processes on each node, by name of the pool.
+        pools: number of processes in each part, by name of the pool.
         each: resources of one process.
         nodes: the nodes of the cluster.
 
     Returns:
-        The chosen nodes of each pool, by its name.
+        By name of the pool, the node of each part, in the order of the parts.
 
     Raises:
         NoRoomError: the cluster lacks resources. The message lists what each node has, and what is
             missing.
     """
     free = {node.node_id: dict(node.free) for node in nodes}
-    # The nodes of pools: number of processes, name of the pool, and place among its nodes.
+    # For each part: number of processes, name of the pool, and number of the part in the pool.
     parts = []
     for name, counts in pools.items():
         parts += [(count, name, index) for index, count in enumerate(counts)]
     # The largest parts first: they fit on the fewest nodes.
     parts.sort(key=lambda part: -part[0])
 
-    # The chosen nodes of each pool, by place.
+    # By name of the pool and number of the part.
     chosen = {name: {} for name in pools}
     for count, name, index in parts:
         needed = {resource: amount * count for resource, amount in each.items()}
@@ -101,7 +101,8 @@ def choose_nodes(
         fitting = [node for node in nodes if not _missing_resources(needed, free[node.node_id])]
         if not fitting:
             raise _no_room_error(name, pools, needed, nodes, free)
-        # Prefer a node that the pool does not use yet, then the fullest, then the lowest address.
+        # Prefer a node that the pool does not use yet, then the node with the least free resources,
+        # so that large parts of other pools still fit, then the lowest address.
         node = min(
             fitting,
             key=lambda node: (
@@ -113,11 +114,14 @@ def choose_nodes(
         chosen[name][index] = node
         for resource, amount in needed.items():
             free[node.node_id][resource] -= amount
-    return {name: [row[index] for index in sorted(row)] for name, row in chosen.items()}
+    return {
+        name: [node_of_part[index] for index in sorted(node_of_part)]
+        for name, node_of_part in chosen.items()
+    }
 
 
 def _missing_resources(needed: Mapping[str, float], free: Mapping[str, float]) -> dict[str, float]:
-    """Amounts of the resources that are missing, by resource."""
+    """Amounts of the resources that are missing, by resource; {} if all are there."""
     gaps = {name: amount - free.get(name, 0) for name, amount in needed.items()}
     # Shares of a device do not add up exactly.
     return {name: gap for name, gap in gaps.items() if gap > 1e-6}
@@ -130,16 +134,17 @@ def _no_room_error(
     nodes: Sequence[NodeResources],
     free: Mapping[str, Mapping[str, float]],
 ) -> NoRoomError:
-    """Describe a part of a pool that fits on no node.
+    """Make the error for a part of a pool that fits on no node.
 
     Args:
         name: name of the pool.
-        pools: number of processes on each node, by name of the pool.
+        pools: number of processes in each part, by name of the pool.
         needed: resources of the part.
         nodes: the nodes of the cluster.
-        free: free resources of each node, without what was chosen for other parts.
+        free: free resources by id of the node, after other parts were placed.
     """
-    # If even an idle cluster is too small, do not blame its other users.
+    # What each node lacks. If the part would not fit on idle nodes either, compare with these, so
+    # that the message does not blame other users of the cluster.
     gaps = [_missing_resources(needed, node.total) for node in nodes]
     is_too_small = all(gaps)
     if not is_too_small:
@@ -171,7 +176,7 @@ THREADS = "OMP_NUM_THREADS"  # environment variable: the number of threads of a 
 
 @dataclass(frozen=True)
 class ThreadShare:
-    """Threads of one worker process."""
+    """Number of threads of a worker process, and why."""
 
     num_threads: int
     is_passive: bool  # whether threads sleep while they wait, instead of spinning
@@ -206,8 +211,9 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
             got=f"{cores} cores for {processes} processes",
             expected="at least 1 each",
         )
-    # Pools take turns, so only the processes of the same pool compute at the same time.
+    # If the number for all pools is unknown, it is at least that of this pool.
     num_processes = max(processes_on_node, processes)
+    # Pools take turns, so only the processes of the same pool share the cores.
     num_threads = max(1, cores // processes)
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} a process"
     of_cores = f"{cores} core{'s' if cores > 1 else ''}"

@@ -43,7 +43,7 @@ class WorkerPlace:
     def from_environment(cls) -> "WorkerPlace":
         """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-        A variable that is not set has the default of its field.
+        A field whose variable is not set has its default.
 
         Raises:
             WorkerError: a variable is not a whole number.
@@ -74,14 +74,18 @@ def placed(place: WorkerPlace) -> Iterator[None]:
 
 
 class Worker:
-    """Base class of the workers of all roles. Its `place` is set before `__init__` runs."""
+    """Base class of the workers of all roles. `place` is set before `__init__` runs.
+
+    Attributes:
+        place: rank, world size and meeting point; the four attributes after it are copies.
+    """
 
     place: WorkerPlace
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    _meshes: dict[str, tuple[int, bool]]
+    _meshes: dict[str, tuple[int, bool]]  # arguments of `register_mesh` by name of the mesh
     _recording: Recording | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
@@ -124,7 +128,11 @@ class Worker:
             self._recording = Recording(tool, title, number, origin_ns)
 
     def stop_profile(self) -> bytes:
-        """End the recording that this worker started, and return it; b"" if there is none."""
+        """End the recording that this worker started, and return it.
+
+        Returns:
+            The trace; b"" if another role of the process recorded it, or nothing was recorded.
+        """
         recording = self._recording
         self._recording = None
         if recording is None or recording is not Recording.current:
@@ -133,7 +141,13 @@ class Worker:
 
     @register(Dispatch.ONE_TO_ALL)
     def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
-        """Data-parallel rank in a mesh, and whether the output of this rank is collected.
+        """Return what this worker declared with `register_mesh`.
+
+        Args:
+            mesh_name: name of the mesh.
+
+        Returns:
+            Data-parallel rank in the mesh, and whether the output of this rank is collected.
 
         Raises:
             WorkerError: the worker did not register the mesh.

@@ -64,7 +64,10 @@ class ClassWithInitArgs(Generic[W]):
 
 
 class GroupMethod(partial):
-    """A registered method of a group. Calling it calls all ranks of the group."""
+    """A registered method of a group: `WorkerGroup._call` with its first two arguments.
+
+    Calling it calls all ranks of the group.
+    """
 
     def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """Call the method without waiting; `get()` of the returned future waits for the result."""
@@ -107,7 +110,15 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
 
     @abstractmethod
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Any]:
-        """Start a method on `ranks` without waiting. Returns output handles, in rank order."""
+        """Start a method without waiting, on as many of `ranks` as there are arguments.
+
+        Args:
+            method_name: name of the method.
+            per_rank: arguments for the first ranks of `ranks`; a single entry calls one rank.
+
+        Returns:
+            A handle of each output, in rank order, for `resolve`.
+        """
 
     @staticmethod
     @abstractmethod
@@ -125,10 +136,14 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
     @staticmethod
     @abstractmethod
     def first_outcomes(handles: Sequence[Any]) -> dict[Any, Any]:
-        """Wait for one of several handles.
+        """Wait until at least one of several calls has ended.
+
+        Args:
+            handles: from `start_all`.
 
         Returns:
-            Outputs and errors so far, by handle. Outputs are lent, as with `borrow` of `resolve`.
+            Output or error of each call that has ended, by handle. Outputs are lent, as with
+            `borrow` of `resolve`.
         """
 
     @abstractmethod
@@ -143,18 +158,18 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         return self
 
     def mesh(self, name: str) -> MeshLayout:
-        """Layout of a mesh. The first call requests it from the workers.
+        """Return the layout of a mesh. The first call for a mesh requests it from the workers.
 
         Raises:
             WorkerError: not exactly one rank is collected for each data-parallel rank.
         """
         if name in self.meshes:
             return self.meshes[name]
-        # Of each rank: its data-parallel rank, and whether its output is collected.
+        # A pair for each rank: its data-parallel rank, and whether its output is collected.
         places = self.resolve(self.start_all("mesh_place", [((name,), {})] * self.world_size))
         dp_ranks = tuple(dp_rank for dp_rank, _ in places)
         collected = [rank for rank, (_, is_collect) in enumerate(places) if is_collect]
-        # In the order of the chunks.
+        # Sort by data-parallel rank, which is the order of the chunks.
         collected.sort(key=dp_ranks.__getitem__)
         collected_dp_ranks = [dp_ranks[rank] for rank in collected]
         if min(dp_ranks) < 0 or collected_dp_ranks != list(range(max(dp_ranks) + 1)):
@@ -171,7 +186,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         return self.resolve(self.start_all(method_name, [(args, kwargs)] * self.world_size))
 
     def method(self, name: str) -> GroupMethod:
-        """Registered method of this name, bound to the group.
+        """Return the registered method of this name, bound to the group.
 
         Raises:
             NotRegisteredError: there is no such method, or it is not registered.
@@ -192,7 +207,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         )
 
     def as_worker(self) -> W:
-        """Copy of the group, typed as its worker class. Registered methods are attributes."""
+        """Return a copy of the group, typed as the worker class, with methods as attributes."""
         view = copy(self)
         vars(view).update({name: self.method(name) for name in self.methods})
         return cast(W, view)
@@ -216,7 +231,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
 
         Args:
             method_name: name of the method.
-            registration: its options.
+            registration: options of the method.
             args: positional arguments of the call.
             kwargs: named arguments of the call.
 
@@ -224,6 +239,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
             The result, or a future of it if the method is not blocking.
         """
         if registration.is_rank_zero_only:
+            # A single entry of arguments starts the method on the first rank only.
             handles = self.start_all(method_name, [(args, kwargs)])
             future = DataProtoFuture(itemgetter(0), handles, resolve=self.resolve)
             return future.get() if registration.blocking else future
@@ -248,7 +264,8 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         )
         future = DataProtoFuture(collect, handles, resolve=self.resolve)
         if mode.mesh is not None and not padding[0]:
-            # The outputs are joined, which copies them, so they may be views of lent memory.
+            # The outputs are joined, which copies them, so they may be views of lent memory. Only
+            # the rows of collected ranks are joined.
             future = replace(
                 future,
                 resolve=partial(self.resolve, borrow=True),
@@ -258,7 +275,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
 
 
 def describe_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Arguments of a call for an error message: data by shape, other objects by type."""
+    """Describe the arguments of a call for an error message: data by shape, objects by type."""
     described = []
     for name, value in (*enumerate(args), *kwargs.items()):
         text = type(value).__name__
@@ -266,15 +283,16 @@ def describe_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
             text = repr(value)
         elif isinstance(value, (torch.Tensor, np.ndarray)):
             text = f"{text} {tuple(value.shape)} {value.dtype}"
+        # The name of a positional argument is its number, which is left out.
         described.append(f"{name}={text}" if isinstance(name, str) else text)
     return ", ".join(described) or "no arguments"
 
 
 class LocalWorkerGroup(WorkerGroup[W]):
-    """Worker objects in this process, where a debugger can stop; one per process of the pool.
+    """Worker objects in this process, where a debugger can stop: one for each process of the pool.
 
     A call runs on one rank after the other and is complete when it returns. With `blocking=False`
-    the future holds the output or the error. Ranks cannot meet in a collective, because they take
+    the future holds the output or the error. Methods cannot use collectives, because the ranks take
     turns.
 
     Args:
@@ -304,6 +322,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
             for local_rank in range(num_processes):
                 place = WorkerPlace(len(self._places), pool.world_size, local_rank, num_processes)
                 self._places.append(place)
+                # Create the object without `__init__`, which is called below.
                 with placed(place):
                     worker = entry.cls.__new__(entry.cls, *entry.args, **entry.kwargs)
                 self.workers.append(worker)
@@ -312,7 +331,15 @@ class LocalWorkerGroup(WorkerGroup[W]):
         self.resolve(self.start_all("__init__", [arguments] * pool.world_size))
 
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Future[Any]]:
-        """Run a method on one rank after the other. A coroutine gets its own event loop."""
+        """Run a method on one rank after the other, a coroutine in an event loop of its own.
+
+        Args:
+            method_name: name of the method.
+            per_rank: arguments for the first ranks of `ranks`.
+
+        Returns:
+            A future for each rank that holds the output or the error.
+        """
         outcomes = []
         for rank, (args, kwargs) in zip(self.ranks, per_rank, strict=False):
             outcome = Future()
@@ -346,7 +373,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
 
     @staticmethod
     def first_outcomes(handles: Sequence[Future[Any]]) -> dict[Future[Any], Any]:
-        """Outputs or errors of all calls: in this process, they have ended already."""
+        """Return the output or error of every call: in this process, all have ended already."""
         return {handle: handle.exception() or handle.result() for handle in handles}
 
     def restart(self, rank: int) -> None:
@@ -358,13 +385,13 @@ class LocalWorkerGroup(WorkerGroup[W]):
 class WorkerGroups:
     """The worker groups of a run, one per role: all in this process, each with one worker.
 
-    A backend with other processes is a subclass. It ends the processes that it started, and reads
-    the arguments after `classes`, which this class ignores.
+    A backend with other processes is a subclass. This class only reads `classes`; the other
+    arguments are for such subclasses.
 
     Args:
         classes: worker class and its arguments, by role.
-        roles: the pool of each role.
-        pools: number of processes on each node, by pool.
+        roles: name of the pool, by role.
+        pools: number of processes on each node, by name of the pool.
         settings: device and time limits.
         runtime_env: Ray's environment of the processes.
         devices: number of devices per process, by pool, where it is not 1.

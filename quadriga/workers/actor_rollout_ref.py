@@ -51,8 +51,8 @@ class ActorRolloutRefWorker(Learner):
     Args:
         config: the configuration.
         tokenizer: tokenizer of the policy.
-        role: `actor_rollout_ref`, `actor_rollout`, `actor` or `ref`: the parts, joined. The rollout
-            of the role `actor` is a role of its own: `workers.rollout`.
+        role: `actor_rollout_ref`, `actor_rollout`, `actor` or `ref`: names of the parts, joined by
+            underscores. For the role `actor`, other processes generate (`workers.rollout`).
         is_trained: whether the actor is trained. An actor that only generates needs neither float32
             masters nor an optimizer.
     """
@@ -74,11 +74,12 @@ class ActorRolloutRefWorker(Learner):
         self.rollout_config = config.actor_rollout_ref.rollout
         self.reference: FSDPEngine | None = None
         self.weight_version = 0
-        # Sends shards to the rollout's ranks, in this process or in others, if those take shards.
+        # A rollout in this process gets weights by `weight_sync`, which is `resharding` if it takes
+        # shards. A rollout in other processes gets them by `resharding` if each actor rank sends a
+        # part, else by `sender`, as full weights from rank 0.
         self.resharding: ReshardedWeights | None = None
-        # Else, sends full weights to a rollout in other processes.
         self.sender: WeightSender | None = None
-        self.stream: GenerationStream | None = None
+        self.stream: GenerationStream | None = None  # generates in this process during training
         self.sends_adapter_alone = False  # whether an adapter is sent without being merged
         self.has_sent_frozen = False  # whether the weights below the adapter were sent
 
@@ -93,14 +94,15 @@ class ActorRolloutRefWorker(Learner):
         self.join(self.section, self.section.fsdp_config, ACTOR)
         choices = self._make_actor() if self.has_actor else {}
 
-        # Whether the rollout engine takes a share of the GPU's free memory when it starts.
+        # Whether the rollout engine reserves a share of the GPU's memory when it starts.
         reserves_memory = False
         if self.has_rollout:
             device = self.engine.device
             reads_keys = self.rollout_config.traits.reads_keys
             reserves_memory = device.type == "cuda" and "gpu_memory_utilization" in reads_keys
             if reserves_memory:
-                # Free the memory of training first. Such an engine has its own weights.
+                # Free the memory of training first. The actor's weights can be offloaded, because
+                # such an engine has its own copy of them.
                 choices["weights"] += self.offload_training()
                 memory = held_memory(device)
                 require_device_memory(
@@ -113,12 +115,13 @@ class ActorRolloutRefWorker(Learner):
             self._make_rollout()
             choices |= self.generation.choices
 
-        # The weights of the rollout come from the actor, whose adapter may travel separately.
+        # The rollout gets the actor's weights, with the adapter merged into them or separate.
         if self.has_adapter:
-            choices["adapter"] += f"; {self._choose_route()}"
+            choices["adapter"] += f"; {self._choose_adapter_route()}"
         if self.has_rollout:
             self.publish_weights(self.weight_version)
             if self.resharding is not None:
+                # Only the first publication shows which shards both sides can share.
                 self.generation.engine.shares_weights = self.resharding.num_shared > 0
                 choices["rollout"] += f"; {self.resharding.describe()}"
 
@@ -134,7 +137,7 @@ class ActorRolloutRefWorker(Learner):
         return choices
 
     def _make_actor(self) -> dict[str, str]:
-        """Load the actor, and build its engine and loss. Returns choices, to be printed."""
+        """Load the actor, and build its engine and loss. Returns its choices, to be printed."""
         # The weights below an adapter are frozen: they need no float32 masters.
         dtype = torch.float32 if self.is_trained and not self.has_adapter else self.dtype.value
         loaded = load_policy(self.config, dtype, self.processes, has_adapter=self.has_adapter)
@@ -181,14 +184,21 @@ class ActorRolloutRefWorker(Learner):
         loaded = load_policy(self.config, self.dtype.value, self.processes)
         self.reference = self.build_engine(loaded, self.section.fsdp_config, name="reference")
         is_offloaded = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
+        # By default, a reference on an accelerator leaves the memory to the actor.
         if is_offloaded is None:
             is_offloaded = self.has_actor and self.device.type != "cpu"
         kinds = ["weights"] if is_offloaded else []
         folder = self.config.trainer.offload_directory
-        return f"a frozen copy{self.reference.offload_between_phases(kinds, folder)}"
+        # Text that begins with a semicolon; "" without offload.
+        offload_note = self.reference.offload_between_phases(kinds, folder)
+        return f"a frozen copy{offload_note}"
 
-    def _choose_route(self) -> str:
-        """Choose how the rollout gets the adapter. Returns a description."""
+    def _choose_adapter_route(self) -> str:
+        """Choose how the rollout gets the adapter, for `sends_adapter_alone`.
+
+        Returns:
+            Description of the choice, to be printed.
+        """
         is_wide = self.engine.device.type != "cpu" and self.engine.dtype == torch.float32
         route = adapter_route(self.config, is_wide_on_accelerator=is_wide)
         if self.has_rollout and self.generation.engine.shares_weights:
@@ -246,6 +256,7 @@ class ActorRolloutRefWorker(Learner):
         if self.reference is not None:
             scores = self._infer(self.reference, data, config)
         else:
+            # Without its adapter, the actor is the policy that training started from.
             with disable_adapter(self.engine.model):
                 scores = self._infer(self.engine, data, config)
         return DataProto.from_dict(tensors={"ref_log_prob": scores["log_probs"]})
@@ -253,7 +264,14 @@ class ActorRolloutRefWorker(Learner):
     def _infer(
         self, engine: FSDPEngine, data: DataProto, config: LogProbConfig, **outputs: bool
     ) -> dict[str, torch.Tensor]:
-        """Run `infer` with the micro-batches of a section."""
+        """Run `infer` with the micro-batch settings of a section.
+
+        Args:
+            engine: engine of the actor or the reference.
+            data: rows with `MODEL_INPUTS`.
+            config: section with the settings.
+            outputs: which outputs `infer` returns besides log-probs, such as `with_entropy=True`.
+        """
         num_sequences = config.log_prob_micro_batch_size_per_gpu
         if config.log_prob_use_dynamic_bsz:
             num_sequences = None
@@ -268,11 +286,12 @@ class ActorRolloutRefWorker(Learner):
 
         Args:
             data: rows with `advantages`, and the other columns of `UpdateInputs`.
-            with_log_probs: whether to return the outputs of each row's first forward pass.
+            with_log_probs: whether to return the outputs of each row's first forward pass, which
+                replace those of `compute_log_prob`.
 
         Returns:
             Metrics, and if requested `update_log_probs`, `update_entropys` [B, T] and `is_computed`
-            [B]. Rows that cannot change the gradient are not computed.
+            [B]. It is False for rows that cannot change the gradient, which are not computed.
         """
         outputs = None
         if with_log_probs:
@@ -294,7 +313,7 @@ class ActorRolloutRefWorker(Learner):
 
     @register(Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def ranks_and_costs(self) -> tuple[int, float, float, Callable[[torch.Tensor], float]]:
-        """Number of data-parallel ranks, and the actor's costs, as `SequenceCost` takes them."""
+        """Return the number of data-parallel ranks, and the arguments of `SequenceCost`."""
         cost = self.engine.cost
         return self.processes.replicas.size, cost.attention_tokens, cost.head_cost, cost.image_cost
 
@@ -307,7 +326,7 @@ class ActorRolloutRefWorker(Learner):
             an adapter, alone           first frozen weights and adapter, later the adapter alone
             rollout on actor's modules  the parameters themselves, which the rollout recognizes
 
-        If the block ends without an error, the rollout has the weights.
+        An end of the block without an error means that the rollout has received the weights.
 
         Args:
             has_frozen: whether the rollout still has the frozen weights that were sent to it.
@@ -325,7 +344,11 @@ class ActorRolloutRefWorker(Learner):
             self.has_sent_frozen = True
 
     def shards(self) -> Held:
-        """Positions and tensors of this rank's shards, by names in a model without adapter."""
+        """Collect the shards of this rank: position in the full weight, and tensor.
+
+        Returns:
+            The shards by the names that weights have in a model without an adapter.
+        """
         shards = {}
         for name, start, tensor in self.engine.parameters.shards():
             shards[base_name(name)] = (Box(start, tuple(tensor.shape)), tensor.detach())
@@ -333,7 +356,13 @@ class ActorRolloutRefWorker(Learner):
 
     @register(Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
-        """Publish the actor's weights to the rollout, which refuses to generate with any others."""
+        """Publish the actor's weights to the rollout in this process.
+
+        The rollout refuses to generate with weights of another version.
+
+        Args:
+            version: version of the weights.
+        """
         self.weight_version = version
         rollout = self.generation.engine
         if self.resharding is not None:
@@ -345,7 +374,9 @@ class ActorRolloutRefWorker(Learner):
 
     @register(Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def open_stream(self, done: Done) -> GenerationStream:
-        """Open a stream, which generates in this process during training, until `close`.
+        """Open a stream, which generates in this process while the actor is trained.
+
+        `close` ends the stream.
 
         Args:
             done: see `GenerationStream`.
@@ -359,6 +390,7 @@ class ActorRolloutRefWorker(Learner):
             self.engine.device,
             self.engine.dtype,
             is_beside_training=False,
+            # It shares the graders with `generation`, which generates for validation.
             num_processes=2,
         )
         self.stream = GenerationStream(generation, done)
@@ -400,6 +432,7 @@ class ActorRolloutRefWorker(Learner):
         device = self.processes.world.device
         # All ranks send parts of the weights, and meet at the store of rank 0.
         if sends_parts(self.config):
+            # Rank 0 opens the store and tells its address to the other ranks.
             own_address = None
             store = None
             if self.rank == 0:
@@ -411,10 +444,10 @@ class ActorRolloutRefWorker(Learner):
             self.resharding = sync(self.rank, size, device, bucket_bytes, meeting)
             return address if self.rank == 0 else None
 
-        # Rank 0 alone sends full weights.
+        # Otherwise rank 0 alone sends, and it sends full weights.
         if self.rank != 0:
             return None
-        # A restarted rollout needs a new connection.
+        # This is called again after a restart of the rollout, which needs a new connection.
         if self.sender is not None:
             self.sender.close()
         self.sender = WeightSender(self.place.master_addr, ranks, device, bucket_bytes)
@@ -437,8 +470,8 @@ class ActorRolloutRefWorker(Learner):
                 if self.sender is not None:
                     self.sender.publish(weights, version)
             finally:
-                # After an error, gather the remaining tensors all the same: other ranks wait for
-                # this one. A rank that does not send only gathers.
+                # The iterator gathers each tensor from all ranks, which wait for this one. So go to
+                # its end after an error, too, and on a rank without `sender`, which only gathers.
                 for _ in weights:
                     pass
 
@@ -446,6 +479,7 @@ class ActorRolloutRefWorker(Learner):
     def load_checkpoint(self, directory: Path) -> None:
         """Load the actor from below `directory`. Does not publish its weights to the rollout."""
         super().load_checkpoint(directory)
+        # Send the frozen weights again with the next sync.
         self.has_sent_frozen = False
 
     @register(Dispatch.ONE_TO_ALL)

@@ -115,6 +115,7 @@ def driver_problem() -> ConfigError | None:
         return None
     if visible_devices() == []:
         return None
+    # The first line of this file names the driver and its version.
     lines = DRIVER.read_text(encoding="utf-8").splitlines()
     return ConfigError(
         "trainer.device",
@@ -137,8 +138,10 @@ def choose_device(wish: str, local_rank: int = 0) -> torch.device:
         ConfigError: the device does not exist, or torch cannot use the driver.
     """
     if wish == "auto" or wish.startswith("cuda"):
+        # Without a visible GPU, `auto` takes the CPU, while `cuda` is an error.
         if wish != "auto":
             require_visible_devices()
+        # Raise even for `auto`, which would silently take the CPU beside an unusable GPU.
         if problem := driver_problem():
             raise problem
     if wish == "auto":
@@ -180,8 +183,8 @@ def warn_about_unequal_devices(world: process_group.ProcessGroup, device: torch.
 
 
 class HeldMemory(NamedTuple):
-    """Memory of a GPU in bytes: in total, held by tensors of this process, and held by anything
-    else, such as other programs, CUDA contexts and NCCL."""
+    """Memory of a GPU in bytes: in total, held by torch's allocator in this process, and held by
+    anything else, such as other programs, CUDA contexts and NCCL."""
 
     total_bytes: int
     process_bytes: int
@@ -213,7 +216,9 @@ def warn_about_other_programs(device: torch.device) -> None:
 
 
 def timed(phase: str) -> Callable[[Pass], Pass]:
-    """Decorator: add the metric `timing_s/PHASE` to the returned rows: seconds on the slowest rank.
+    """Decorator of a method that returns rows: add its duration as the metric `timing_s/PHASE`.
+
+    The metric keeps the seconds of the slowest rank when the ranks' results are joined.
 
     Args:
         phase: name of the phase.
@@ -263,15 +268,18 @@ class EngineWorker(Worker):
         """
         self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
         check_tool(self.config.global_profiler.tool, self.device)
-        megatron = self.config.actor_rollout_ref.actor.megatron_if_chosen
+        megatron_settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
         if self.device.type == "cuda":
             require_machine(self.local_world_size)
         # Megatron needs a process group even for a single process.
-        world = process_group.join(self.place, self.device, also_alone=megatron is not None)
+        needs_group = megatron_settings is not None
+        world = process_group.join(self.place, self.device, also_alone=needs_group)
         if self.device.type == "cuda":
             warn_about_unequal_devices(world, self.device)
             warn_about_other_programs(self.device)
-        self.processes = Processes.arrange(world, sizes.layout(world.size, where, megatron))
+        layout = sizes.layout(world.size, where, megatron_settings)
+        self.processes = Processes.arrange(world, layout)
+        # Of each model-parallel group, which computes the same rows, one rank returns the result.
         rank_place = self.processes.place
         self.register_mesh(MESH, rank_place.dp_rank, rank_place.is_collected)
         self.dtype: Choice = choose_dtype(fsdp.model_dtype, self.device)
@@ -297,8 +305,8 @@ class EngineWorker(Worker):
             recomputes: whether training recomputes activations (gradient checkpointing).
 
         Raises:
-            EngineError: transformers computes other numbers with the model. Only a single process
-                can check this.
+            EngineError: the model's outputs differ from those of transformers. Checked only if the
+                role has a single process, and not with Megatron.
         """
         memory = Memory(
             gradient_checkpointing=recomputes,
@@ -310,13 +318,13 @@ class EngineWorker(Worker):
         if section:
             training = Training(section.optim, section.grad_clip, section.max_nonfinite_steps)
         build = FSDPEngine
-        settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
-        if settings is not None:
+        megatron_settings = self.config.actor_rollout_ref.actor.megatron_if_chosen
+        if megatron_settings is not None:
             build = partial(
                 megatron.MegatronEngine,
-                sequence_parallel=settings.sequence_parallel,
-                virtual=settings.virtual_pipeline_model_parallel_size,
-                settings=settings.override_transformer_config,
+                sequence_parallel=megatron_settings.sequence_parallel,
+                virtual=megatron_settings.virtual_pipeline_model_parallel_size,
+                settings=megatron_settings.override_transformer_config,
             )
         elif self.processes.world.size == 1:
             # The comparison needs all weights, which only a single process has.
@@ -347,10 +355,11 @@ class EngineWorker(Worker):
         """
         engine = self.build_engine(loaded, fsdp, name=name)
         kinds = ["weights"] if fsdp.param_offload else []
-        offloaded = engine.offload_between_phases(kinds, self.config.trainer.offload_directory)
+        # Text that begins with a semicolon; "" without offload.
+        offload_note = engine.offload_between_phases(kinds, self.config.trainer.offload_directory)
         facts = engine.describe()
         size = f"{facts['parameters'] / 1e6:.1f} M parameters"
-        return engine, f"{size}, {facts['weights']} ({self.dtype.reason}){offloaded}"
+        return engine, f"{size}, {facts['weights']} ({self.dtype.reason}){offload_note}"
 
     @register(Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -362,7 +371,7 @@ class Learner(EngineWorker):
     """A worker whose model is trained. `init_model` builds the engine and the loss.
 
     Attributes:
-        section: section of the trained model.
+        section: `critic` of the configuration for the critic, else `actor_rollout_ref.actor`.
     """
 
     part = "actor"  # name of its folder in a checkpoint
@@ -390,10 +399,10 @@ class Learner(EngineWorker):
         Raises:
             ConfigError: the role does not fit on the device, and `trainer.check_memory` refuses it.
         """
-        section = self.section if model else None
+        optimizer_section = self.section if model else None
         memory = MemoryChoice(recomputes=False)
         # Inference keeps no activations, so there is nothing to choose.
-        if section is not None:
+        if optimizer_section is not None:
             role = CRITIC if self.part == "critic" else ACTOR
             memory = choose_memory(
                 self.config,
@@ -407,7 +416,7 @@ class Learner(EngineWorker):
             loaded,
             self.section.fsdp_config,
             name=name,
-            section=section,
+            section=optimizer_section,
             model=model,
             recomputes=memory.recomputes,
         )
@@ -437,6 +446,7 @@ class Learner(EngineWorker):
         text = self.engine.offload_between_phases(
             kinds, self.config.trainer.offload_directory, frees_gradients=frees_gradients
         )
+        # `host_memory` has the kinds of tensors that were really offloaded.
         if fsdp.param_offload and not self.engine.host_memory.keys() & {"masters", "weights"}:
             text += "; param_offload moves nothing: the rollout computes with these weights"
         if fsdp.offload_policy and self.device.type == "cpu":
@@ -444,10 +454,10 @@ class Learner(EngineWorker):
         return text
 
     def describe(self, name: str) -> dict[str, str]:
-        """Automatic choices of the engine, with reasons, to be printed.
+        """Describe the automatic choices of the engine, with reasons, to be printed.
 
         Args:
-            name: key of the model's description.
+            name: key under which the model's size, device and processes are returned.
         """
         facts = self.engine.describe()
         choices = {}
@@ -488,7 +498,7 @@ class Learner(EngineWorker):
         """
         start = time.perf_counter()
         step = data.meta_info["global_steps"]
-        name = self.objective.name
+        name = self.objective.name  # in the names of metrics, such as "actor"
         passes = Passes.of(self.section, rows_per_prompt, step, share_prompts=self.share_prompts)
         lr = lr_at(step, self.section.optim, data.meta_info["total_training_steps"])
         metrics = update(
@@ -500,6 +510,7 @@ class Learner(EngineWorker):
             temperature=temperature,
             first_outputs=first_outputs,
         )
+        # The utilization (MFU) replaces the number of operations.
         num_flops = metrics.pop(f"perf/flops/{name}").value
         flops_per_s = num_flops / (time.perf_counter() - start)
         release_free_memory()
@@ -538,20 +549,27 @@ class Learner(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def plan_copies(self) -> CopyPlan | None:
-        """Plan the copies of the model and its optimizer. Rank 0 returns the plan of all ranks."""
+        """Plan the copies that are made after each step, of the model and its optimizer.
+
+        Returns:
+            On rank 0 the plan of all ranks, else None.
+        """
         with self.engine.awake(*ALL_KINDS):
             self.copier = StateCopier(self.engine.state(COPIED), self.engine.world)
         return self.copier.plan if self.rank == 0 else None
 
     @register(Dispatch.ONE_TO_ALL)
     def open_copies(self, paths: Sequence[str]) -> str:
-        """Open the memory for this rank's copies.
+        """Open the shared memory into which `copy_state` copies this rank's part of the state.
+
+        The driver has made the memory as a file for each rank, because it outlives the rank.
 
         Args:
-            paths: path of the memory of each rank.
+            paths: path of each rank's file.
 
         Returns:
-            The reason why it cannot be opened; "" if it was opened.
+            "" if the file was opened, else the error. It is not raised, because the run then goes
+            on without copies.
         """
         try:
             self.copier.open(paths[self.rank])
@@ -561,13 +579,19 @@ class Learner(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def copy_state(self, step: int) -> None:
-        """Start to copy the model and its optimizer after a step."""
+        """Start to copy the model and its optimizer after a step, in the background."""
         offloaded = self.engine.offloaded
+        # The engine waits for `copying` before it changes or offloads tensors.
         offloaded.copying = self.copier.start(step, offloaded.on_host)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_copy(self, plan: CopyPlan, read: Callable[[int, int, int], Any]) -> None:
-        """Load the model and its optimizer from a copy; see `read_copy`."""
+        """Load the model and its optimizer from the copies of all ranks; see `read_copy`.
+
+        Args:
+            plan: the plan by which the copies were made.
+            read: called with a rank, the first byte and the number of bytes, which it returns.
+        """
         with self.engine.awake(*ALL_KINDS):
             read_copy(plan, read, self.engine.state(COPIED))
             self.engine.apply_loaded_state(COPIED)
@@ -617,6 +641,7 @@ class UpdateInputs:
         if role == "actor":
             # Workers see only their chunks, so columns of the whole batch are computed here.
             self._policy.add_batch_columns(batch)
+        # A dictionary, because an objective may read columns that are also inputs of the model.
         columns = dict.fromkeys([*MODEL_INPUTS, *objective.fields(batch)])
         for name in ("row_index", "rollout_index"):
             if name in batch.batch.keys():

@@ -36,7 +36,7 @@ FROZEN = "frozen"
 
 
 class RoleCheckpoint:
-    """Writes and reads the checkpoint of a role. All its ranks make the same calls.
+    """Writes and reads the checkpoint of a role. All ranks of the role make the same calls.
 
     Args:
         engine: engine of the role.
@@ -50,7 +50,9 @@ class RoleCheckpoint:
         self.writer = StateWriter(engine.world)
 
     def start(self, folder: Path, contents: frozenset[str]) -> None:
-        """Copy the engine's state, and start to write it. `writer.is_written` reports the end.
+        """Copy the engine's state, and start to write the copy in the background.
+
+        The small files are written before this returns. `writer.is_written` reports the end.
 
         Args:
             folder: folder of the role.
@@ -62,6 +64,7 @@ class RoleCheckpoint:
         config = self.model.config
         parts = self._parts(contents)
         with self.engine.awake(*ALL_KINDS):
+            # Each part of the state gets a folder. The other files are made when all are complete.
             states = {folder / part: self.engine.state(frozenset({part})) for part in sorted(parts)}
             self.writer.start(states, partial(_write_derived_files, folder, contents, self.model))
         if not self.engine.world.is_first:
@@ -85,25 +88,30 @@ class RoleCheckpoint:
                 write_adapter_config(self.model, folder)
 
     def sizes(self, contents: frozenset[str]) -> dict[str, int]:
-        """Bytes that `start` writes, of all ranks together, as `PART/NAME` for each tensor.
+        """Predict the bytes that `start` writes for each tensor.
 
         Args:
             contents: as for `start`.
+
+        Returns:
+            Bytes of all ranks together, by `FOLDER/NAME` of the tensor.
         """
         sizes = {}
         with self.engine.awake(*ALL_KINDS):
             for part in self._parts(contents):
                 for name, tensor in self.engine.state(frozenset({part})).items():
-                    # Of a DTensor, the bytes of all ranks together.
+                    # A DTensor has the size of the full tensor, of which each rank has a shard.
                     num_bytes = tensor.numel() * tensor.element_size()
                     sizes[f"{part}/{name}"] = num_bytes
+                    # `huggingface` is written from the other parts.
                     if "hf_model" in contents and part != OPTIMIZER:
                         sizes[f"{HF_FOLDER}/{name}"] = num_bytes
         return sizes
 
     def _parts(self, contents: frozenset[str]) -> frozenset[str]:
-        """Parts of the engine's state that are written for these contents."""
+        """Parts of the engine's state that are written for `contents`, some only temporarily."""
         parts = contents & {MODEL, OPTIMIZER}
+        # The Hugging Face folder is assembled from these parts, with the adapter merged.
         if "hf_model" in contents:
             parts |= {MODEL, FROZEN} if adapter_of(self.model) else {MODEL}
         return parts
@@ -113,7 +121,7 @@ class RoleCheckpoint:
 
         Args:
             folder: folder of the role.
-            contents: the parts to load.
+            contents: the parts to load; `hf_model` is ignored.
 
         Raises:
             CheckpointError: a part is missing, or belongs to another model or optimizer.
@@ -138,19 +146,22 @@ class RoleCheckpoint:
 
 
 def _kind_of_weights(adapter: AdapterShape | None) -> str:
-    """Describe the weights of `model`, for an error."""
+    """Describe what `model` of a checkpoint holds: all weights or an adapter, with its scale."""
     if adapter is None:
         return "all weights"
     return f"an adapter of rank {adapter.rank} and scale {adapter.scale:g}"
 
 
 def _write_derived_files(folder: Path, contents: frozenset[str], model: PreTrainedModel) -> None:
-    """Write the files that are made from a complete distributed checkpoint. Called in a thread.
+    """Write PEFT's adapter file and `huggingface`, from the complete distributed checkpoint.
+
+    The first rank calls this in its background thread. Folders that were written only for
+    `huggingface` are removed.
 
     Args:
         folder: folder of the role.
         contents: see `RoleCheckpoint.start`.
-        model: the model.
+        model: the model, of which names and adapter are read, but no weights.
     """
     adapter = adapter_of(model)
     if adapter and MODEL in contents:

@@ -32,12 +32,14 @@ class CriticWorker(Learner):
         choices = self.make_engine(loaded, model, "critic")
         self.objective = ValueObjective(self.config.critic)
         about = f"{self.engine.describe()['parameters'] / 1e6:.1f} M parameters, with a value head"
+        # The description of the offload begins with a semicolon, or is "".
         return {"critic": about + self.offload_training(), **choices}
 
     @register(BY_REPLICA, blocking=False)
     @timed("values")
     def compute_values(self, data: DataProto) -> DataProto:
-        """Predict `values` [B, T]."""
+        """Predict `values` [B, T], the return before each response token."""
+        # None: micro-batches are limited by their tokens, not by a number of rows.
         micro = MicroBatching(None, self.section.ppo_max_token_len_per_gpu, self.share_prompts)
         values = infer(self.engine, data, micro)["values"]
         return DataProto.from_dict(tensors={"values": values})

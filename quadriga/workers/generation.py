@@ -39,11 +39,17 @@ class ResponseGenerator:
         is_beside_training: whether models are trained on the same device. With
             `rollout.free_cache_engine`, the engine then sleeps except while it generates.
         num_processes: number of processes that generate. They share the graders.
-        actor: the actor's module, if this process has all of its weights.
+        actor: the actor's module, in which some engines compute; None if this process lacks some of
+            the actor's weights.
         group: the ranks that generate together. Its leader has agent loops and graders, and returns
             the responses. None: this process generates alone.
 
     Attributes:
+        sleeps: whether the engine gives its memory to training between calls of `generate`.
+        loops: runs conversations; None without `rollout.mode=async`.
+        grader: grades responses as soon as they end; None if that is not configured.
+        calls: queue of a server's calls; None without `rollout.serve.enable`. Ranks that do not
+            lead their group have none of the three.
         choices: automatic choices, with reasons, to be printed.
     """
 
@@ -81,7 +87,7 @@ class ResponseGenerator:
         if rollout.serve.enable and is_leader:
             self.calls = CallQueue(self.engine)
         if rollout.mode == "async" and is_leader:
-            # Only loops with several turns add images to a conversation.
+            # Only loops with several turns add images to a conversation. A user's loop may do so.
             adds_turns = rollout.multi_turn.enable or rollout.agent.agent_loop_path is not None
             learner = config.actor_rollout_ref.actor
             self.loops = AgentLoopManager(
@@ -108,17 +114,20 @@ class ResponseGenerator:
     def generate(self, prompts: DataProto, weight_version: int) -> DataProto:
         """Generate responses by `rollout.generate_sequences` or `AgentLoopManager.generate`.
 
+        If `sleeps`, the engine is woken before and put to sleep afterwards.
+
         Args:
             prompts: rows with `PROMPT_TENSORS`.
             weight_version: the version that the engine's weights must have.
 
         Returns:
-            The responses. Members of a rollout group other than its leader return no rows.
+            The responses, with the engine's counts of events as metrics unless the rows are for
+            validation. Members of a rollout group other than its leader return no rows.
 
         Raises:
             EngineError: a prompt has a token id outside of the model's vocabulary.
         """
-        # Padding is not checked, because it is never computed with.
+        # Padding tokens are not checked, because they are never computed with.
         token_ids = prompts.batch["input_ids"][prompts.batch["attention_mask"].bool()]
         if token_ids.numel() and int(token_ids.max()) >= self.vocabulary_size:
             raise EngineError(
@@ -135,6 +144,7 @@ class ResponseGenerator:
                 # Compute the same steps as the leader, until it releases the group.
                 self.engine.follow()
                 return DataProto()
+            # Within `opened`, the engine also answers the calls of a server.
             with nullcontext() if self.calls is None else self.calls.opened():
                 responses = self._respond(prompts)
         finally:
@@ -153,7 +163,7 @@ class ResponseGenerator:
         return responses
 
     def _respond(self, prompts: DataProto) -> DataProto:
-        """Generate responses, as a batch or as conversations."""
+        """Generate responses: as conversations if there are agent loops, else as a batch."""
         seed = self.config.trainer.seed
         if self.loops is not None:
             grade = None if self.grader is None else self.grader.grade_one
@@ -197,13 +207,14 @@ def _environments(config: Config, num_leaders: int) -> EnvironmentPool | None:
     """
     if config.env.name is None:
         return None
+    # A reward function or a reward model may grade the episodes besides the environment.
     has_function = config.custom_reward_function.path is not None
     is_graded_elsewhere = has_function or config.reward_model.enable
     return EnvironmentPool(config.env, num_leaders, is_graded_elsewhere=is_graded_elsewhere)
 
 
 def build_processor(config: Config) -> Any:
-    """The image processor of a vision-language model; None for a language model."""
+    """Load the image processor of a vision-language model; None for a language model."""
     model = config.actor_rollout_ref.model
     trusts = config.data.trust_remote_code or model.trust_remote_code
     return load_processor(
@@ -214,7 +225,7 @@ def build_processor(config: Config) -> Any:
 
 
 def prompt_context(config: Config, tokenizer: Any) -> PromptContext:
-    """Collect what the lengths of prompts depend on besides the section `data`.
+    """Collect tools, agents and the limit of token ids, which decide how long prompts become.
 
     Args:
         config: the configuration.
@@ -231,13 +242,17 @@ def prompt_context(config: Config, tokenizer: Any) -> PromptContext:
 
 
 def embedding_limit(config: Config, tokenizer: Any) -> int | None:
-    """Number of embedding rows, if the tokenizer has ids beyond them; else None.
+    """Find the number of embedding rows, if the tokenizer has token ids beyond them.
 
-    Prints a notice about tokens with such ids, unless there is only the padding token.
+    Prints a notice about tokens with such ids, unless the padding token is the only one.
 
     Args:
         config: the configuration.
         tokenizer: tokenizer of the policy.
+
+    Returns:
+        The number of rows: a prompt with this id or a higher one cannot be used. None if all ids of
+        the tokenizer have rows, or no model is configured.
 
     Raises:
         DataError: a token that ends responses has no row.
@@ -290,11 +305,12 @@ def num_positions(config: Config) -> int | None:
     """Tokens that a prompt and its response may have together; None if there is no limit."""
     positions = getattr(_text_config(config), "max_position_embeddings", None)
     limits = (positions, config.actor_rollout_ref.rollout.max_model_len)
+    # Either may be None: no limit.
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def declared_stop_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Token ids that end a response, from a model's generation_config.json; empty without one."""
+    """Token ids that end a response, from a model's generation_config.json; () without the file."""
     with explain_load_errors(path):
         try:
             declared = GenerationConfig.from_pretrained(path).eos_token_id

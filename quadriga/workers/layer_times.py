@@ -10,8 +10,8 @@ gradients as in a run.
     steps               optimizer steps, weight sync, memory of whole updates
     generation          copies of weights, prefill, decode steps
 
-Models with one layer and with three, with random weights, compute. The difference is the time of
-two layers; the rest is that of embedding, head and sampling.
+The measured models have random weights and one layer or three. The difference of their times is the
+time of two layers; the remaining time is that of embedding, head and sampling.
 """
 
 import gc
@@ -62,9 +62,9 @@ from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.native.engine import NativeEngine
 from quadriga.weight_sync import CopiedWeights
 
-_COPIED_NUMBERS = 1 << 25
+_COPIED_NUMBERS = 1 << 25  # size of the copied tensor: 128 MiB in float32
 _NUM_LAYERS = (1, 3)
-_PASS_S = 0.3  # seconds of an update by the rate of products, which limits its tokens
+_PASS_S = 0.3  # a pass has only so many tokens that it takes these seconds at the rate of products
 _REPEATED_S = 0.3  # a measurement is repeated for so long, and at least twice after the first
 _DECODE_STEPS = 16
 _NUM_UPDATES = 3  # updates whose memory is measured
@@ -90,7 +90,8 @@ def measure_cpu(
         roles: the trained roles, by the keys of their sections.
         lengths: assumed mean lengths.
         dtype: dtype that computes.
-        imported: module that a run's processes import, for the memory of its libraries.
+        imported: module that a run's processes import. The measured processes import it, too, so
+            that its libraries count in their memory.
 
     Returns:
         The devices with the share of each rank.
@@ -106,7 +107,8 @@ def measure_cpu(
         calls = []
         for rank in range(devices.count):
             calls.append(pool.submit(_measure_rank, rank, meeting, measurement, devices, roles))
-        # All ranks return the figures of the slowest. Of ranks that fail, the first has the reason.
+        # All ranks return the same figures, those of the slowest rank. If ranks fail, the first to
+        # end has the reason, and the others only lost it.
         return next(call.result() for call in as_completed(calls))
 
 
@@ -122,9 +124,12 @@ def _measure_rank(
     Args:
         rank: number of the rank.
         meeting: file by which the ranks find each other.
-        measurement: context of the measurements.
+        measurement: settings of the measurements; gets the ranks and the rate of products.
         devices: the devices, without measured figures.
         roles: the trained roles, by the keys of their sections.
+
+    Returns:
+        The devices with the measured figures.
     """
     torch.set_num_threads(max(1, torch.get_num_threads() // devices.count))
     dtype = measurement.dtype
@@ -141,21 +146,23 @@ def _measure_rank(
         copied = torch.ones(_COPIED_NUMBERS)
         # A copy reads and writes each number.
         bytes_per_s = 2 * copied.nbytes / measurement.seconds(partial(copied.copy_, copied + 1))
-        # So large a tensor is mapped by itself, and returned to the system.
+        # Each call gets new memory: the C library maps so large a tensor separately, and returns
+        # its memory to the system when it is freed.
         new_bytes_per_s = copied.nbytes / measurement.seconds(partial(torch.ones, copied.shape))
         del copied
         times = {}
         for role, plan in roles.items():
             times[role] = measurement.layer_times(role, plan)
         if devices.count == 1:
-            # The process is also the driver, which reads rows and records rollouts.
+            # The process is also the driver, which reads rows and records rollouts. Do so once, so
+            # that the memory of these libraries counts.
             rows = meeting.with_name("rows.parquet")
             parquet.write_table(pa.table({"row": [0]}), rows)
             parquet.read_table(rows)
         # Measured last, because kernels that have been compiled stay in memory in a run, too.
         process_bytes = max(world.gather(resident_bytes()[0]))
     finally:
-        # The other ranks do not wait for one that has failed.
+        # Leave the group after an error, too, so that the other ranks do not wait for this one.
         if devices.count > 1:
             dist.destroy_process_group()
     num_threads = torch.get_num_threads()
@@ -190,7 +197,7 @@ class Measurement:
     flops: float = 0.0
 
     def layer_times(self, role: str, plan: RolePlan) -> LayerTimes:
-        """Measure the layers of a role.
+        """Measure models with one layer and with three, and divide the times as in `LayerTimes`.
 
         Args:
             role: key of the role's section.
@@ -204,7 +211,7 @@ class Measurement:
                 kept_share = few_layers.kept_share()
             measured.append(few_layers.update_times() | few_layers.generation_times())
             num_context_tokens = few_layers.num_context_tokens
-            # Modules with a fused forward refer to themselves.
+            # Modules with a fused forward refer to themselves: only the collector frees them.
             del few_layers
             gc.collect()
             release_free_memory()
@@ -227,20 +234,24 @@ class Measurement:
     def seconds(
         self, compute: Callable[[], object], afterwards: Callable[[], object] = lambda: None
     ) -> float:
-        """Shortest time of a computation on the slowest rank. Other programs only make it slower.
+        """Measure the seconds of a computation on the slowest rank.
+
+        The shortest of several times counts, because other programs only make a time longer.
 
         Args:
             compute: the computation, which all ranks start together. The first time is not counted.
-            afterwards: called after each, outside of the measurement.
+            afterwards: called after each computation, outside of the measured time.
         """
         times = []
         num_times = 3
         while len(times) < num_times:
+            # The ranks wait for each other here.
             self.world.gather(None)
             start = time.perf_counter()
             compute()
             times.append(time.perf_counter() - start)
             afterwards()
+            # Repeat quick computations more often, the same number of times on all ranks.
             if len(times) == 1:
                 num_times += max(self.world.gather(int(_REPEATED_S / times[0])))
         return max(self.world.gather(min(times[1:])))
@@ -250,7 +261,7 @@ class _FewLayers:
     """A model of a role with few layers, in the engines of a rank.
 
     Args:
-        measurement: context of the measurements.
+        measurement: settings of the measurements.
         role: key of the role's section.
         plan: model and ranks of the role.
         num_layers: number of layers.
@@ -258,7 +269,8 @@ class _FewLayers:
     Attributes:
         num_sequences: sequences of a step that a rank generates and trains on.
         rows: prompt and response of each row in the measured micro-batch.
-        num_context_tokens: tokens of each sequence in the measured decode steps.
+        num_context_tokens: tokens of each sequence in the measured decode steps; 0 before
+            `generation_times`, and if no generation is measured.
     """
 
     def __init__(
@@ -277,7 +289,7 @@ class _FewLayers:
         if adapter_rank(self.config, role):
             add_adapter(model, self.config.actor_rollout_ref.model, seed=0)
         scorer: Scorer = PolicyScorer(model) if role == ACTOR else ValueScorer(model)
-        # Ranks that do not share this role measure it each for itself.
+        # If the role has another number of ranks, each process measures it alone.
         processes = ONE_PROCESS
         if plan.layout.world_size == measurement.world.size:
             processes = Processes.arrange(measurement.world, plan.layout)
@@ -291,10 +303,18 @@ class _FewLayers:
         )
 
     def _micro_batch(self, most_tokens: int) -> list[tuple[list[int], list[int]]]:
-        """Rows of mean lengths: a micro-batch, or as many as are quick to compute."""
+        """Make rows of mean lengths: a full micro-batch, or fewer rows if it took too long.
+
+        Args:
+            most_tokens: tokens of a full micro-batch.
+
+        Returns:
+            Token ids of prompt and response of each row, at least one row.
+        """
         lengths = self.measurement.lengths
         sizes = self.plan.sizes
         num_parameters = _NUM_LAYERS[1] * sizes.layer_parameters + sizes.table_parameters
+        # An update takes 6 operations per parameter and token: 2 forward, 4 backward.
         num_tokens = min(most_tokens, _PASS_S * self.measurement.flops / (6 * num_parameters))
         response = [token % sizes.vocabulary for token in range(max(2, round(lengths.response)))]
         prompt = [token % sizes.vocabulary for token in range(max(1, round(lengths.prompt)))]
@@ -306,7 +326,7 @@ class _FewLayers:
         return rows
 
     def _random_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        """Make a model with random weights, the same on all ranks."""
+        """Make the role's model with `num_layers` layers and random weights, equal on all ranks."""
         policy = self.config.actor_rollout_ref.model
         path = policy.path
         override = policy.override_config
@@ -317,7 +337,7 @@ class _FewLayers:
         override = {**override, "num_hidden_layers": self.num_layers}
         layer_types = load_config(path).get_text_config().to_dict().get("layer_types")
         if layer_types:
-            # The model may have fewer layers than are measured.
+            # Repeat the types, because the model may have fewer layers than are measured.
             override["layer_types"] = list(islice(cycle(layer_types), self.num_layers))
         model = skeleton_causal_lm(path, override_config=override)
         generator = torch.Generator().manual_seed(0)
@@ -349,9 +369,10 @@ class _FewLayers:
         for _ in range(_NUM_UPDATES):
             for micro_batch in (batch, batch, smaller_batch):
                 self._backward(micro_batch)
-            self.engine.optimizer_step(0.0)
+            self.engine.optimizer_step(0.0)  # at a learning rate of 0
             release_free_memory()
         _, peak = resident_bytes()
+        # Gradients and moments stay; the factor is for the tensors that an update frees again.
         growth = peak - resident - predicted.optimizer - predicted.gradients
         kept_share = growth / (predicted.activations + predicted.working) - 1.0
         return max(0.0, *self.measurement.world.gather(kept_share))
@@ -359,8 +380,10 @@ class _FewLayers:
     def update_times(self) -> dict[str, float]:
         """Measure passes without gradients, updates and optimizer steps, as in `PassTimes`."""
         question = ScoreQuestion()
+        # Each is a pair: seconds of a call, and of each token.
         forward_s = self._micro_batch_times(lambda batch: self.engine.forward([batch], question))
         update_s = self._micro_batch_times(self._backward)
+        # The optimizer step needs gradients, which the smallest batch gives it.
         batch = pack_rows(self.rows[:1], _CPU)
         self._backward(batch)
         optimizer_s = self.measurement.seconds(
@@ -376,7 +399,15 @@ class _FewLayers:
         }
 
     def _micro_batch_times(self, compute: Callable[[PackedBatch], object]) -> tuple[float, float]:
-        """Seconds of a call and of each token, by micro-batches of two sizes."""
+        """Divide the time of a pass over a micro-batch into a fixed part and a part per token.
+
+        Args:
+            compute: the pass.
+
+        Returns:
+            Seconds of each call, and of each token, from micro-batches of two sizes. With a single
+            row, all time counts as time of tokens.
+        """
         more = pack_rows(self.rows, _CPU)
         fewer = pack_rows(self.rows[: -(-len(self.rows) // 4)], _CPU)
         seconds = self.measurement.seconds
@@ -399,14 +430,16 @@ class _FewLayers:
         """Measure weight sync, the start of a generation and decode steps, as in `PassTimes`.
 
         Returns:
-            The times; none for a critic, and for an engine that does not compute in the trainer's
-            process.
+            The times; {} for a critic, and for a rollout engine other than `native`, whose code is
+            measured here.
         """
         rollout = self.config.actor_rollout_ref.rollout
         if self.role != ACTOR or not rollout.traits.packs_weights:
             return {}
         lengths = self.measurement.lengths
         num_sequences = max(1, min(rollout.max_num_seqs, self.num_sequences))
+        # A rank with all weights generates in the trained modules, without a weight sync. Otherwise
+        # the rollout has its own copy.
         model = self.engine.model
         publish_s = 0.0
         if not self.plan.layout.is_whole:
@@ -423,12 +456,14 @@ class _FewLayers:
 
         num_tokens = round(lengths.prompt)
         start_s = self._generation_s(engine, num_sequences, num_tokens, 1, num_samples=rollout.n)
-        # Decode steps in the middle of a response, if so long prompts are quick to compute.
+        # Measure decode steps as in the middle of a response: with prompts that are longer by half
+        # a response, unless these take too long to compute.
         num_operations = 2 * _NUM_LAYERS[1] * self.plan.sizes.layer_parameters * num_sequences
         most_tokens = int(_PASS_S * self.measurement.flops / num_operations)
         middle = round(lengths.prompt + (lengths.response - _DECODE_STEPS) / 2)
         num_tokens = max(num_tokens, min(middle, most_tokens))
         self.num_context_tokens = num_tokens + _DECODE_STEPS // 2
+        # The difference to a generation of one token is the time of the decode steps.
         fewer_s = self._generation_s(engine, num_sequences, num_tokens, 1)
         more_s = self._generation_s(engine, num_sequences, num_tokens, 1 + _DECODE_STEPS)
         return {
@@ -446,7 +481,7 @@ class _FewLayers:
         *,
         num_samples: int = 1,
     ) -> float:
-        """Seconds of a generation, from the packing of weights on.
+        """Measure the seconds of a generation, including the packing of weights before it.
 
         Args:
             engine: the rollout engine.
@@ -459,6 +494,7 @@ class _FewLayers:
         prompts = []
         sampling = []
         for row in range(num_sequences):
+            # Responses to the same prompt share it in the engine, so other prompts must differ.
             first = row // num_samples % self.plan.sizes.vocabulary
             prompts.append([first] * max(1, num_prompt_tokens))
             sampling.append(
@@ -473,7 +509,7 @@ class _FewLayers:
             )
 
         def forget_weights() -> None:
-            """Free the packed weights, as an update makes the engine pack the new ones."""
+            """Free the packed weights, so that the next generation packs weights, as in a run."""
             engine.sleep()
             engine.wake()
 
@@ -484,4 +520,5 @@ class _FewLayers:
 
 def _sum_of_outputs(outputs: Outputs) -> torch.Tensor:
     """A loss with a gradient for each token: the sum of log-probs or values."""
+    # The first output is what the role predicts.
     return next(iter(outputs.values())).sum()

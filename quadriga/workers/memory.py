@@ -29,8 +29,9 @@ from quadriga.planning.sizes import ModelSizes
 logger = logging.getLogger(__name__)
 KEY = "trainer.check_memory"
 
-# Shares of the device's memory. A larger predicted peak recomputes activations (the rest is for the
-# allocator's holes and CUDA's context), prints a warning, or is refused, as predictions may be off.
+# Shares of the device's memory. A predicted peak above the first one lets the role recompute
+# activations, because holes of the allocator and CUDA's context need the rest. A peak above the
+# second one is warned about. Only a peak above the third one is refused: predictions may be off.
 _RECOMPUTE_SHARE = 0.9
 _WARN_SHARE = 0.95
 _REFUSE_SHARE = 1.15
@@ -62,23 +63,24 @@ def choose_memory(
     Args:
         config: the configuration.
         role: key of the role's section.
-        model: its model, which may be on "meta".
-        layout: arrangement of its ranks.
+        model: model of the role, which may be on "meta".
+        layout: arrangement of the role's ranks.
         dtype: compute dtype.
         device: device of this rank.
 
     Returns:
-        The choice. On a CPU, nothing is predicted.
+        The choice. On a CPU nothing is predicted, and `auto` does not recompute.
 
     Raises:
         ConfigError: the phases do not fit, and `trainer.check_memory` is `refuse`.
     """
     section = config.critic.model if role == CRITIC else config.actor_rollout_ref.model
-    setting = section.enable_gradient_checkpointing
+    setting = section.enable_gradient_checkpointing  # True, False or "auto"
     if device.type != "cuda":
         return MemoryChoice(setting is True)
 
     device_bytes = float(torch.cuda.mem_get_info(device)[1])
+    # Predict `auto` without recomputation first.
     plan = RolePlan(module_sizes(model), layout, dtype.itemsize, recomputes=setting is True)
     if plan.unknown_part:
         return _choose_unpredicted(config, role, setting, plan, device_bytes)
@@ -106,7 +108,10 @@ def choose_memory(
 def _choose_unpredicted(
     config: Config, role: str, setting: bool | str, plan: RolePlan, device_bytes: float
 ) -> MemoryChoice:
-    """Choose for a model or layout that the formulas do not cover, by the size of its state alone.
+    """Choose for a model or layout whose activations the formulas cannot predict.
+
+    `auto` then recomputes activations, which is safe. Weights and optimizer alone are compared with
+    the device's memory, for a warning.
 
     Args:
         config: the configuration.
@@ -131,8 +136,18 @@ def _choose_unpredicted(
 
 
 def _plan_other_roles(config: Config, role: str, itemsize: int) -> dict[str, RolePlan]:
-    """Plan the other roles on the same devices, whose state takes memory, too."""
-    # Roles on one pool share its devices.
+    """Plan the other roles on the devices of a role, because their state takes memory there, too.
+
+    Args:
+        config: the configuration.
+        role: key of the role's section.
+        itemsize: bytes per number of the compute dtype, assumed for all roles.
+
+    Returns:
+        The plans by the keys of the roles' sections. Roles whose sizes do not follow from their
+        config.json are left out, with a warning.
+    """
+    # Roles in one pool share the devices of the pool.
     pools = role_pools(config.trainer, enabled_roles(config))
     pool_of_role = {
         ACTOR: next((pools[name] for name in POLICIES if name in pools), None),
@@ -156,8 +171,8 @@ def _plan_other_roles(config: Config, role: str, itemsize: int) -> dict[str, Rol
         path = paths.get(where)
         if where == role or not path or pool_of_role[where] != pool_of_role[role]:
             continue
-        # Without loading the model: its sizes follow from its config.json.
         settings = config.actor_rollout_ref.actor.megatron_if_chosen
+        # Do not load the model: its sizes follow from its config.json.
         text = load_config(path, trust_remote_code=model.trust_remote_code).to_dict()
         try:
             sizes = ModelSizes.from_config(text, path)
@@ -180,7 +195,7 @@ def _check_peak(config: Config, role: str, phase: Phase, device_bytes: float) ->
         device_bytes: memory of the device.
 
     Raises:
-        ConfigError: it cannot fit, and `trainer.check_memory` is `refuse`.
+        ConfigError: the phase cannot fit, and `trainer.check_memory` is `refuse`.
     """
     share = phase.total / device_bytes
     if share < _WARN_SHARE or config.trainer.check_memory == "off":
@@ -199,7 +214,14 @@ def _check_peak(config: Config, role: str, phase: Phase, device_bytes: float) ->
 
 
 def _warn(config: Config, where: str, num_bytes: float, device_bytes: float) -> None:
-    """Log a warning about a predicted peak, unless `trainer.check_memory` is `off`."""
+    """Log a warning about a predicted peak, unless `trainer.check_memory` is `off`.
+
+    Args:
+        config: the configuration.
+        where: role and phase of the peak, for the message.
+        num_bytes: the peak.
+        device_bytes: memory of the device.
+    """
     if config.trainer.check_memory == "off":
         return
     logger.warning(

@@ -56,13 +56,15 @@ from quadriga.planning.phases import RolePlan, describe_rollout, describe_update
 from quadriga.workers.rollout_engines import rollout_engine_class
 
 _VALUE_HEAD = re.compile(r"(?:value_head\.linear|v_head\.summary|score|classifier)\.(weight|bias)")
-"""Value heads of Quadriga, TRL, and transformers' token and sequence classifiers."""
+"""Names of a value head's weights in files of Quadriga, TRL, and transformers' token and sequence
+classifiers. The group is `weight` or `bias`."""
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of classes that generate text."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with a head, and the source of its weights."""
+    """A model with a head, and the source of the model's weights."""
 
     scorer: Scorer
     read: ReadWeight | None  # reads full weights; None: the scorer has its weights already
@@ -136,10 +138,11 @@ def load_model(
     if not is_teacher:
         options["override_config"] = model.override_config
     is_critic = scorer is ValueScorer
-    is_replicated = processes.layout.is_whole
-    # Weights are read from the folder shard by shard; of replicated weights, only the value head.
+    is_replicated = processes.layout.is_whole  # each rank holds all weights
+    # Sharded weights are read from the folder, and so is a critic's value head. None: only
+    # transformers can read the files, or the folder is not needed.
     folder = model_folder(path) if is_critic or not is_replicated else None
-    # Without a folder that can be read shard by shard, transformers loads all weights.
+    # transformers loads all weights on every rank.
     if folder is None or is_replicated:
         causal_lm = load_causal_lm(
             path, dtype=dtype, device=processes.world.device, needs_head=not is_critic, **options
@@ -155,7 +158,7 @@ def load_model(
         return LoadedModel(replicated, None)
 
     loaded, missing = _read_by_shard(scorer(skeleton_causal_lm(folder, **options)), folder)
-    # The files of a policy have no value head, which then is zero.
+    # The value head of a critic may be missing, because a policy's files have none: it is zero.
     missing = [name for name in missing if not name.startswith("value_head.")]
     if missing:
         raise EngineError(
@@ -179,14 +182,14 @@ def load_reward_scorer(
         trust_remote_code: whether to run code of the folder.
 
     Returns:
-        The model with its weights, if each rank holds all weights or only transformers can read the
-        files; else the model without weights, which are read shard by shard.
+        The model and the source of its weights. If each rank holds all weights, or only
+        transformers can read the files, the model has its weights already.
 
     Raises:
         EngineError: see `load_reward_model`.
     """
     folder = None if processes.layout.is_whole else model_folder(path)
-    # All weights are loaded now, because each rank holds them, or only transformers reads the files.
+    # Load all weights now, because each rank holds them, or only transformers can read the files.
     if folder is None:
         model = load_reward_model(
             path, dtype=dtype, device=processes.world.device, trust_remote_code=trust_remote_code
@@ -199,10 +202,10 @@ def load_reward_scorer(
     )
     if has_vision:
         add_score_head(skeleton)
-    # First only the model: the scorer cannot be built without a head.
+    # First check the model's class, because the scorer cannot be built without a head.
     require_scoring_model(path, skeleton, [])
     loaded, missing = _read_by_shard(RewardScorer(skeleton), folder)
-    # Then the files: they must have all weights.
+    # Then check that the files have all weights.
     require_scoring_model(path, skeleton, missing)
     choose_attention(skeleton)
     return loaded
@@ -220,24 +223,26 @@ def _read_by_shard(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[st
         which are read as zeros.
     """
     files = ConvertedFiles(_open_files(skeleton, folder), skeleton.model)
-    names = files.shapes
+    names_in_files = files.shapes
     shapes = {name: parameter.shape for name, parameter in skeleton.model.named_parameters()}
 
     def read(name: str) -> torch.Tensor:
         """Read a full weight; zeros if the files lack it."""
-        return files.read(name) if name in names else torch.zeros(shapes[name])
+        return files.read(name) if name in names_in_files else torch.zeros(shapes[name])
 
     # Buffers are not sharded: every rank reads them now.
     buffers = weight_buffers(skeleton.model)
     for name, buffer in buffers.items():
-        if name in names:
+        if name in names_in_files:
             buffer.copy_(files.read(name))
-    missing = [name for name in (*shapes, *buffers) if name not in names]
+    missing = [name for name in (*shapes, *buffers) if name not in names_in_files]
     return LoadedModel(skeleton, read), missing
 
 
 def _open_files(scorer: Scorer, folder: Path) -> RenamedFiles:
-    """Open the weights of a folder. The value head of a critic gets Quadriga's names.
+    """Open the weights of a folder, under the names of the scorer's parameters.
+
+    Only a critic needs this: its value head has another name in the files of each library.
 
     Args:
         scorer: the scorer that will have the weights.
@@ -254,6 +259,7 @@ def _open_files(scorer: Scorer, folder: Path) -> RenamedFiles:
         return f"{scorer.head}.{match[1]}" if is_value_head else name
 
     files = RenamedFiles(open_model(folder), rename_head)
+    # The first dimension of a head's weight. Files without a value head pass.
     num_labels = files.shapes.get(f"{ValueScorer.head}.weight", (1,))[0]
     if num_labels != 1:
         raise EngineError(
@@ -273,8 +279,9 @@ def check_models(config: Config, *, has_critic: bool) -> None:
         has_critic: whether the run has a critic.
 
     Raises:
-        ConfigError: heads or layers cannot be divided over the ranks, the policy has too few
-            positions, or a model has the wrong kind.
+        ConfigError: heads, layers or experts cannot be divided over the ranks; the policy has too
+            few positions; a model is of the wrong kind, or is not supported by the training engine,
+            the rollout engine or a key that is set.
     """
     policy = _model_config(config, ACTOR)
     path = config.actor_rollout_ref.model.path
@@ -291,10 +298,11 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     _check_routers(config, policy)
     _check_rollout_heads(config, policy_text)
 
-    # Megatron: does it have this architecture? Any engine: do heads and layers divide?
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
+        # Does Megatron-core have this architecture?
         if layout.uses_megatron_modules:
             require_supported(model, layout, config.actor_rollout_ref.actor.megatron, where)
+        # Do the ranks divide heads, layers and experts? With data parallelism alone, they need not.
         if (layout.sp, layout.tp, layout.pp, layout.ep) != (1, 1, 1, 1):
             model_text = model.get_text_config()
             num_heads, num_kv_heads = _num_heads(model_text)
@@ -314,10 +322,10 @@ def _require_causal_lm(model: Any, path: str) -> None:
 
     Args:
         model: configuration of the model.
-        path: its folder or hub name, for the error.
+        path: folder or hub name of the model, for the error.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the architectures in its config.json do not generate text.
     """
     # Without architectures, the model may be of any kind, which only loading it shows.
     names = model.architectures or []
@@ -340,8 +348,10 @@ def _check_rollout_heads(config: Config, text: Any) -> None:
         text: configuration of the policy's decoder.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the ranks do not divide the heads, or ranks and key-value heads do not divide
+            each other.
     """
+    # Devices that compute one engine's steps together.
     size = rollout_group_size(config) * rollout_devices(config)
     num_heads, num_kv_heads = _num_heads(text)
     # With fewer key-value heads than ranks, each is repeated on several ranks.
@@ -351,14 +361,17 @@ def _check_rollout_heads(config: Config, text: Any) -> None:
     raise ConfigError(
         f"{ROLLOUT}.tensor_model_parallel_size",
         got=f"{size}, for {num_heads} heads and {num_kv_heads} key-value heads",
-        expected=f"a number that divides them, and that {num_kv_heads} key-value heads "
-        "divide or are divided by",
-        fix="Choose another one.",
+        expected=f"a divisor of {num_heads} that also divides {num_kv_heads}, or is a multiple of "
+        f"{num_kv_heads}",
+        fix="Choose another size.",
     )
 
 
 def _num_heads(text: Any) -> tuple[int, int]:
-    """Numbers of attention heads and key-value heads."""
+    """Numbers of attention heads and key-value heads of a decoder's configuration.
+
+    A model without attention counts as one head.
+    """
     num_heads = getattr(text, "num_attention_heads", 1)
     return num_heads, getattr(text, "num_key_value_heads", None) or num_heads
 
@@ -372,13 +385,16 @@ def _check_packing(config: Config, policy: Any, *, has_critic: bool) -> None:
         has_critic: whether the run has a critic.
 
     Raises:
-        ConfigError: tensor, sequence or pipeline parallelism, or the rollout engine, needs them.
+        ConfigError: rows of a role cannot be packed, but tensor, sequence or pipeline parallelism
+            or the rollout engine needs that; or rows of the policy can be packed only if they are
+            shorter than the configured lengths (longrope), and the rollout engine packs all.
     """
     rollout = rollout_engine_class(config)
     code = config.actor_rollout_ref.model.trust_remote_code
     for where, layout, model in _arranged_models(config, has_critic=has_critic):
         # Rows of a reward model are packed, whatever its architecture.
         way = PACKED if where == "reward_model" else way_of(model, trust_remote_code=code)
+        # A way has a reason only if rows cannot be packed.
         if not way.reason:
             continue
         problem = f"for an architecture whose rows are computed one at a time ({way.reason})"
@@ -397,7 +413,8 @@ def _check_packing(config: Config, policy: Any, *, has_critic: bool) -> None:
                 fix="Set it to hf, or to vllm where it loads the model.",
             )
 
-    # Beyond its limit, the positions of a token depend on the length of its sequence.
+    # In sequences longer than this limit, the rotary position of every token depends on the length
+    # of the sequence, so that packed rows would need different positions.
     limit = length_limit(policy)
     num_tokens = config.data.max_prompt_length + config.data.max_response_length
     if limit is not None and num_tokens > limit and rollout.needs_packed_rows:
@@ -412,6 +429,13 @@ def _check_packing(config: Config, policy: Any, *, has_critic: bool) -> None:
 
 def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
     """Describe the trained models by their config.json: parameters, cost per token, memory.
+
+    Args:
+        config: the configuration.
+        has_critic: whether the run has a critic.
+
+    Yields:
+        Lines to be printed.
 
     Raises:
         ConfigError: see `check_models`.
@@ -430,19 +454,19 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         # On "meta", where parameters have sizes, but no values.
         skeleton = skeleton_causal_lm(path, **options)
         is_adapted = model.has_adapter and where == ACTOR
-        # The weights below an adapter get no gradients, which costs less.
+        # The weights below an adapter get no gradients, which saves operations.
         cost = model_cost(skeleton.requires_grad_(not is_adapted))
         total = sum(parameter.numel() for parameter in skeleton.parameters())
-        layers = list(mixtures(skeleton))
-        expert_parameters = [layer.experts.parameters() for layer in layers]
+        moe_layers = list(mixtures(skeleton))
+        expert_parameters = [layer.experts.parameters() for layer in moe_layers]
         in_experts = sum(parameter.numel() for parameter in chain(*expert_parameters))
         text = f"{where}: {total / 1e6:.1f} M parameters"
-        if layers:
-            counts = f"{router_of(layers[0]).top_k} of {layers[0].experts.num_experts}"
-            counts += f" in each of {len(layers)} layers"
+        if moe_layers:
+            counts = f"{router_of(moe_layers[0]).top_k} of {moe_layers[0].experts.num_experts}"
+            counts += f" in each of {len(moe_layers)} layers"
             text += f", {in_experts / 1e6:.1f} M of them experts, {counts} for a token"
-        # Of a mixture of experts, these count only the experts that a token goes through. The FLOPs
-        # are those of a single token, which attends to none before it.
+        # In a mixture of experts, only the experts that a token goes through count as active. The
+        # FLOPs are those of a single token, which attends to no earlier token.
         num_active = cost.num_block_parameters + cost.num_head_parameters
         forward = cost.forward_flops(1, 1, 0) / 1e9
         update = cost.update_flops(1, 1, 0) / 1e9
@@ -456,7 +480,7 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         )
         state = "weights, AdamW's moments and sums of gradients"
         if is_adapted:
-            state = "frozen weights"
+            state = "frozen weights"  # those of an adapter are few
         yield (
             f"{where}: a process keeps about {num_bytes / 1e9:.3g} GB of {state} "
             f"({layout.describe()}, {str(dtype)[6:]})"
@@ -485,6 +509,7 @@ def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
     folder = checkpoint / "actor"
     try:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        # A vision-language model has its decoder's configuration in `text_config`.
         saved_experts = _num_experts(SimpleNamespace(**facts.get("text_config", facts)))
     # A file that is missing or damaged is reported when the checkpoint is read.
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
@@ -500,17 +525,26 @@ def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
 
 
 def _num_experts(text: Any) -> int:
-    """Number of experts per layer; 0 for a dense model."""
+    """Number of experts per layer, of a decoder's configuration; 0 for a dense model."""
+    # The key has another name in each architecture.
     counts = (getattr(text, name, None) for name in EXPERT_COUNTS)
     return next(filter(None, counts), 0)
 
 
 def _check_routers(config: Config, policy: Any) -> None:
-    """Check keys that need a mixture of experts. Raises ConfigError if the policy is none."""
+    """Check that keys for a mixture of experts are set only for such a policy, with packed rows.
+
+    Args:
+        config: the configuration.
+        policy: the policy's configuration.
+
+    Raises:
+        ConfigError: such a key is set, but the policy has no experts, or its rows are not packed.
+    """
     actor = config.actor_rollout_ref.actor
     num_ranks = config.actor_rollout_ref.rollout.expert_parallel_size
     fix = "Leave the key out."
-    # Values that need experts, by key.
+    # Values that differ from the defaults and need experts, by key.
     values = {}
     if actor.router_aux_loss_coef:
         values[f"{ACTOR}.router_aux_loss_coef"] = actor.router_aux_loss_coef
@@ -532,7 +566,7 @@ def _check_routers(config: Config, policy: Any) -> None:
 
 
 def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
-    """Check models and keys for a vision-language policy, or that no key needs such a policy.
+    """Check that roles support a vision-language policy; for a text policy, that no key needs one.
 
     Args:
         config: the configuration.
@@ -549,7 +583,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
             raise ConfigError(
                 f"{ACTOR}.freeze_vision_tower",
                 got=f"True, with a model without a vision encoder ({policy.model_type})",
-                expected="one that has it",
+                expected="a vision-language model",
                 fix="Leave the key out.",
             )
         return
@@ -557,7 +591,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         raise ConfigError(
             f"{ACTOR}.freeze_vision_tower",
             got="True, with an adapter, which learns in the vision encoder, too",
-            expected="False: all weights are frozen",
+            expected="False: with an adapter, all weights of the model itself are frozen anyway",
             fix="Leave the key out; actor_rollout_ref.model.exclude_modules='.*visual.*' keeps the "
             "adapter out of it.",
         )
@@ -572,9 +606,9 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         include={"min_pixels", "max_pixels"}, exclude_none=True
     )
     rollout = rollout_engine_class(config)
+    # For these types (GLM-4V), vLLM splits images by the sizes in the model's files, and ignores
+    # the sizes of `data.mm_processor_kwargs`. Its attention layers always have biases.
     is_cut_by_rollout = policy.model_type in ONE_TOKEN and rollout.cuts_images
-    # For this type, vLLM splits images by the sizes in the model's files, and ignores those of the
-    # section `data`.
     if is_cut_by_rollout and (sizes or not policy.text_config.attention_bias):
         raise ConfigError(
             "data.mm_processor_kwargs" if sizes else "actor_rollout_ref.model.path",
@@ -601,6 +635,10 @@ def _check_vision_of_role(where: str, layout: Layout, model: Any, policy: Any) -
         layout: layout of the role.
         model: configuration of the role's model.
         policy: configuration of the policy.
+
+    Raises:
+        ConfigError: the model reads no images, or others than the policy; or the first pipeline
+            stage has fewer layers than images are added to.
     """
     if where == CRITIC and not is_vision(model):
         raise ConfigError(
@@ -614,7 +652,7 @@ def _check_vision_of_role(where: str, layout: Layout, model: Any, policy: Any) -
             f"{where}.model.path",
             got=f"a model of type {model.model_type}, with a vision-language policy of type "
             f"{policy.model_type}",
-            expected="one with its image tokens and patches",
+            expected="a model with the same image tokens and patches",
             fix="Train one with `quadriga sft objective=reward_model`, or grade with "
             "custom_reward_function.path.",
         )
@@ -630,8 +668,8 @@ def _check_vision_of_role(where: str, layout: Layout, model: Any, policy: Any) -
             where,
             got=f"{layout.describe()}, with {len(first_stage)} layers in the first stage "
             f"({model.model_type})",
-            expected=f"at least {num_needed} there, which images are added to",
-            fix="Take fewer stages.",
+            expected=f"at least {num_needed} there, because images are added to their outputs",
+            fix="Lower pipeline_model_parallel_size.",
         )
 
 
@@ -646,7 +684,7 @@ def _image_inputs(model: Any) -> tuple[Any, ...]:
 
 def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
     """Describe the layout of each role with several ranks, with a table of its ranks."""
-    # Several roles may share a section of the configuration, and so a layout.
+    # Roles that share a section also share the layout, which is shown once.
     shown = set()
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         if size > 1 and where not in shown:
@@ -657,7 +695,7 @@ def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
 
 
 def _arranged_models(config: Config, *, has_critic: bool) -> Iterator[tuple[str, Layout, Any]]:
-    """Yield section, layout and model configuration of each role, and of each teacher."""
+    """Yield key of the section, layout and model configuration of each role and each teacher."""
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         layout = section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
         if where != DISTILLATION:
@@ -680,6 +718,7 @@ def _path_and_options(config: Config, where: str) -> tuple[str, dict[str, Any]]:
     paths = {ACTOR: model.path, CRITIC: config.critic.model.path or model.path}
     path = paths.get(where, config.reward_model.model.path or "")
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    # The override is for the policy's model, from which a critic may start, too.
     if path == model.path:
         options["override_config"] = model.override_config
     return path, options

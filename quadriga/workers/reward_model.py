@@ -6,6 +6,8 @@ The reward model reads the tokens of the policy, or the chat rendered by its own
     rows of the policy ─ policy's tokens ────────────────────────> SequenceTokens ─> sequences_batch
                        └ rendered_chats: template, tokenizer ────┘                   ─> engine
 
+A "judge" below is the tokenizer of the reward model, with whose chat template chats are rendered.
+
 Legend: B rows, P prompt positions, T response positions, L tokens of a row.
 """
 
@@ -128,7 +130,8 @@ class RewardModelWorker(EngineWorker):
     def sequences(self, data: DataProto) -> list["SequenceTokens"]:
         """Convert rows to the tokens that the reward model reads.
 
-        These are the policy's tokens, or those of chats rendered by the reward model's template.
+        These are the policy's tokens, or the tokens of chats rendered by the reward model's
+        template.
 
         Args:
             data: rows with `MODEL_INPUTS`, and `CHAT_OBJECTS` if the reward model reads chats.
@@ -141,13 +144,14 @@ class RewardModelWorker(EngineWorker):
         input_ids = data.batch["input_ids"].cpu().numpy()
         is_valid = data.batch["attention_mask"].cpu().numpy() != 0
         position_ids = data.batch["position_ids"].cpu()
-        width = input_ids.shape[1] - data.batch["response_mask"].shape[1]
+        prompt_width = input_ids.shape[1] - data.batch["response_mask"].shape[1]
         image_inputs = data.non_tensor_batch.get("multi_modal_inputs", [None] * len(data))
         rows = []
         for number, (tokens, valid) in enumerate(zip(input_ids, is_valid, strict=True)):
             # Without padding.
-            prompt = tokens[:width][valid[:width]].tolist()
-            response = tokens[width:][valid[width:]].tolist()
+            prompt = tokens[:prompt_width][valid[:prompt_width]].tolist()
+            response = tokens[prompt_width:][valid[prompt_width:]].tolist()
+            # [B, 3, P + T] for a vision-language policy; a text model counts positions itself.
             positions = None
             if position_ids.dim() == 3:
                 positions = position_ids[number][:, torch.from_numpy(valid)]
@@ -157,13 +161,13 @@ class RewardModelWorker(EngineWorker):
                 raise EngineError(f"{where}: got an empty {empty}, expected at least one token")
             rows.append(SequenceTokens(prompt, response, positions, image_inputs[number] or {}))
         if self.judge is not None:
-            # Positions and images are for the policy's tokens, which rendering would change.
+            # Images belong to places among the policy's tokens, which rendering would change.
             if any(row.inputs for row in rows):
                 raise EngineError(
                     "reward model",
                     got="a prompt with images or videos",
-                    expected="text: it reads chats by its own template",
-                    fix=f"Set {_KEY}=null, for the policy's tokens.",
+                    expected="text, because it renders chats with its own template",
+                    fix=f"Set {_KEY}=null, so that it reads the policy's tokens.",
                 )
             return rendered_chats(data, [row.response for row in rows], self.tokenizer, self.judge)
 
@@ -183,14 +187,14 @@ class RewardModelWorker(EngineWorker):
 class SequenceTokens:
     """The tokens of one row for the reward model."""
 
-    prompt: list[int]  # a beginning that other rows may share
+    prompt: list[int]  # computed once for rows that share it
     response: list[int]
     positions: torch.Tensor | None = None  # [3, L], only for vision-language models
     # Inputs of the vision encoder, if the row has images or videos.
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def cut(self, limit: int | None) -> "SequenceTokens":
-        """Cut a row to its last `limit` tokens, of which the first always counts as prompt.
+        """Cut a row to its last `limit` tokens. At least the first of them counts as prompt.
 
         Args:
             limit: maximum number of tokens. None: no limit.
@@ -240,7 +244,8 @@ def rendered_chats(
         judge: tokenizer of the reward model.
 
     Returns:
-        The tokens of each row. Tokens that all responses to a prompt begin with count as prompt.
+        The tokens of each row. Among the rows of a prompt, the tokens that all begin with count as
+        prompt.
 
     Raises:
         DataError: a column is missing, or the template refuses a chat.
@@ -255,10 +260,11 @@ def rendered_chats(
                 fix="A custom data set must add them to each row if data.return_raw_chat is true.",
             )
     chats, uids = (data.non_tensor_batch[key] for key in CHAT_OBJECTS)
+    # The messages of each response, if agent loops generated it; else None.
     solutions = data.non_tensor_batch.get(SOLUTION_MESSAGES, [None] * len(data))
     rendered = []
     for chat, text, uid, solution in zip(chats, texts, uids, solutions, strict=True):
-        # Turns of tools or users have messages; other responses are decoded text.
+        # A single message is decoded again from the tokens; several are taken as they are.
         response = [{"role": "assistant", "content": text}]
         if solution is not None and len(solution) > 1:
             response = solution
@@ -295,10 +301,13 @@ def rendered_chats(
 def _messages_of(
     prompt: Sequence[Mapping[str, Any]], response: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Join the messages of a prompt and a response to a chat."""
+    """Join the messages of a prompt and a response to a chat.
+
+    If the prompt ends with a message of the assistant, the response continues that message.
+    """
     if not ends_with_assistant(prompt):
         return [*prompt, *response]
-    # The response continues the last message of the prompt.
+    # Join the texts of the last message of the prompt and the first one of the response.
     *earlier, beginning = prompt
     first, *later = response
     joined = {**beginning, **first, "content": beginning["content"] + first["content"]}
@@ -306,7 +315,7 @@ def _messages_of(
 
 
 def _shared_length(sequences: Sequence[list[int]]) -> int:
-    """Number of tokens that all sequences begin with, at least 1."""
+    """Number of tokens that all sequences begin with; at least 1, because a prompt needs one."""
     # In lexicographic order, all sequences share what the first and the last one share.
     first = min(sequences)
     last = max(sequences)
@@ -340,10 +349,12 @@ def choose_tokenizer(
     limit = int(judge.model_max_length) if judge.model_max_length < 2**31 else None
     template = config.data.apply_chat_template_kwargs.get("chat_template", policy.chat_template)
 
-    # The reward model can read the policy's tokens if both tokenize and render chats alike.
+    # The reward model reads the policy's tokens if it would tokenize and render chats in the same
+    # way. `difference` is the reason why it does not, for messages.
     if model.input_tokenizer != "auto":
         source = _load_tokenizer(model.input_tokenizer, _KEY, model.trust_remote_code)
         if source.get_vocab() != policy.get_vocab():
+            # As in verl, this tokenizer decodes the responses, so it must be the policy's.
             raise ConfigError(
                 _KEY,
                 got=f"'{model.input_tokenizer}', whose vocabulary is not that of the run's "
@@ -362,7 +373,7 @@ def choose_tokenizer(
     if not judge.chat_template:
         raise ConfigError(
             "reward_model.model.path",
-            got=f"a tokenizer without a chat template, where {difference}",
+            got=f"a tokenizer without a chat template, which is needed because {difference}",
             expected="a template to render chats with for the reward model",
             fix='Set "chat_template" in its tokenizer_config.json, or, if the policy\'s tokens '
             f"mean the same to it, {_KEY}=null.",
@@ -371,7 +382,7 @@ def choose_tokenizer(
 
 
 def _load_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that `key` names. Raises ConfigError if it cannot be loaded."""
+    """Load a tokenizer. Raises ConfigError, which names `key`, if it cannot be loaded."""
     try:
         return read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

@@ -49,7 +49,11 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
-        """Build the engine or the stream. Returns the choices, with reasons, to be printed."""
+        """Build the engine, or the stream of `async_training`.
+
+        Returns:
+            The choices, with reasons, to be printed.
+        """
         # A process with several devices sees no others, so its first one has index 0.
         device_index = 0 if rollout_devices(self.config) > 1 else self.local_rank
         self.device = choose_device(self.config.trainer.device, device_index)
@@ -93,7 +97,14 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, materialize_futures=False)
     def call_stream(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of the stream (`ServedStream`)."""
+        """Call a method of the stream (`ServedStream`).
+
+        Args:
+            method: name of the method.
+            args: positional arguments of the method. Futures among them are passed unresolved, so
+                that the method may wait for them itself.
+            kwargs: keyword arguments of the method.
+        """
         getattr(self.stream, method)(*args, **kwargs)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False, beside=True)
@@ -110,7 +121,12 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def expect_weights(self, address: Address) -> None:
-        """Connect to the sender of the actor's weights, in place of an earlier connection."""
+        """Connect to the sender of the actor's weights, in place of an earlier connection.
+
+        Args:
+            address: address from `offer_weights` of the actor.
+        """
+        # All actor ranks send parts. Their ranks come before those of the rollout in one group.
         if sends_parts(self.config):
             rank = address.num_senders + self.rank
             size = address.num_senders + self.world_size
@@ -128,7 +144,9 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int) -> bool:
-        """Load weights that the actor is sending. The engine refuses to generate with any others.
+        """Load the weights that the actor is sending at the same time with `send_weights`.
+
+        From then on `generate_sequences` refuses to generate with weights of another version.
 
         Args:
             version: version of the weights.

@@ -26,7 +26,7 @@ ENGINES: dict[str, type[RolloutEngine]] = {
 
 
 def rollout_engine_class(config: Config) -> type[RolloutEngine]:
-    """Find the class of the configured engine. Imports a user's file.
+    """Find the class of the configured engine, which may be in a user's file.
 
     Raises:
         ConfigError: the engine does not support `rollout.data_parallel_size`, or a user's class is
@@ -68,7 +68,8 @@ def make_rollout_engine(
     """Build the configured engine. For the arguments see `EngineSetup`."""
     engine = rollout_engine_class(config)
     engine_kwargs = config.actor_rollout_ref.rollout.engine_kwargs
-    # Options for all engines, and those below the name of this one.
+    # `engine_kwargs` has options at its top level and, below the name of an engine, options for
+    # that engine alone.
     section_names = {*ENGINES, engine.name}
     options = {name: value for name, value in engine_kwargs.items() if name not in section_names}
     options.update(engine_kwargs.get(engine.name) or {})

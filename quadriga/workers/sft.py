@@ -33,7 +33,7 @@ class SupervisedWorker(Learner):
 
     @abstractmethod
     def prepare(self) -> tuple[LoadedModel, Objective]:
-        """Load the model with its head, and build the loss."""
+        """Load the model with its head, and build the loss. Called once `device` is known."""
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
@@ -56,6 +56,7 @@ class SupervisedWorker(Learner):
     @register(BY_REPLICA)
     def predict(self, data: DataProto) -> DataProto:
         """Predict `column` [B, T]: the log-prob of each token, or the score at the last token."""
+        # Only the size of micro-batches is read, which rows per prompt and step do not change.
         micro = Passes.of(self.section, 1, 0, share_prompts=self.share_prompts).micro
         values = infer(self.engine, data, micro)[self.output]
         release_free_memory()

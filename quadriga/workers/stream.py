@@ -5,15 +5,16 @@
     engine's thread  └ step ─ step ─ step ──┴ newer weights ─ step ─ step ─ ...
                               └ done(group)                         └ done(group)
 
-The engine's thread consumes groups of prompts. After `load`, it waits for newer weights, until they
-are published or None is given instead. With `rollout.mode=async`, conversations run in an event
-loop in another thread.
+A group is the rows of one prompt, that is, several responses. After `load`, the engine's thread
+waits between two steps for newer weights, until they are there or it is told to keep the older
+ones. With `rollout.mode=async`, conversations run in an event loop in another thread.
 
-The driver may be another process (`ServedStream`):
+The driver may be another process (`ServedStream`). It calls these methods one after the other:
 
-    driver, calls in order       start  await_weights  give_weights  abort  hand_out  go_on
-    driver, at the same time     events() <── groups that have ended, weights that were loaded,
-                                              unfinished responses, or an error
+    start  await_weights  give_weights  abort  hand_out  go_on
+
+At the same time, it calls `events`, which returns groups that have ended, versions of weights that
+were loaded and unfinished responses, or raises an error.
 """
 
 import queue
@@ -41,23 +42,33 @@ from quadriga.weight_sync.publish import name_some
 from quadriga.workers.generation import ResponseGenerator
 
 Done = Callable[[int, Callable[[], DataProto]], None]
+"""Callback for the end of a group; see `GenerationStream`."""
 EVENTS_WITHIN_S = 1.0  # time for which `events` waits for a first event
 TOGETHER_WITHIN_S = 0.1  # time for which it then waits for further groups of the same batch
 
 
 class WeightCopy(NamedTuple):
-    """Published weights, and the fingerprint of each."""
+    """Copied weights by name, and the fingerprint of each."""
 
     weights: Mapping[str, torch.Tensor]
     fingerprints: Mapping[str, str]
 
 
 def join_shares(shares: Sequence[WeightCopy]) -> WeightCopy:
-    """Join the shares that the trainer's ranks copied in turn, in the order of the model."""
+    """Join the shares of all trainer ranks to a copy of the model.
+
+    The ranks took turns: weight i of the model is in the share of rank i modulo their number.
+
+    Args:
+        shares: share of each rank, from `copy_weights`.
+
+    Returns:
+        All weights, in the order of the model.
+    """
     weights: dict[str, torch.Tensor] = {}
     fingerprints: dict[str, str] = {}
     for round_of_ranks in zip_longest(*(share.weights.items() for share in shares)):
-        # In the last round some ranks have nothing.
+        # In the last round some ranks have no weight: zip_longest gives None for them.
         weights.update(filter(None, round_of_ranks))
     for share in shares:
         fingerprints.update(share.fingerprints)
@@ -74,8 +85,9 @@ class GenerationStream:
 
     Args:
         generation: the generator, whose engine has its own copy of the weights.
-        done: called with the number of a group that has ended, and a function that returns its rows
-            or raises its error. Called in a thread of the engine or of the conversations.
+        done: called with the number of a group that has ended, and a function that returns the
+            group's rows or raises its error. Called in a thread of the engine or of the
+            conversations.
     """
 
     def __init__(self, generation: ResponseGenerator, done: Done) -> None:
@@ -88,6 +100,7 @@ class GenerationStream:
             generation.calls.accept()
         self._weights = CopiedWeights()
         self.group = generation.group
+        # A rank of a rollout group holds shards in memory of its own, apart from the actor's.
         if self.group is not None:
             assert engine.traits.takes_shards, "checked with the configuration"
             self._shards = engine.wanted_shards()
@@ -96,7 +109,7 @@ class GenerationStream:
             for name, (box, dtype) in self._shards.items():
                 memory[name] = torch.empty(box.shape, dtype=dtype, device=device)
             engine.hold_shards(memory)
-        # Futures of each unfinished group: one per response, or one for all conversations.
+        # Futures of each unfinished group: one per response, or a single one with conversations.
         self._open: dict[int, list[Future[Any]]] = {}
         self._loop = EventLoopThread("conversations") if generation.loops is not None else None
 
@@ -109,11 +122,12 @@ class GenerationStream:
         """Start to generate groups of responses.
 
         Args:
-            groups: rows of each group, as for `generate_sequences`.
+            groups: rows of each group, as for `generate_sequences`, by its number.
             joined: called once, when every response is in the engine's batch, with the number of
                 engine steps before that. Not called for conversations.
-            saved: responses of unfinished groups, from `save`. Those that have not ended are
-                continued in this order.
+            saved: responses of unfinished groups, from `save`. Responses that had not ended are
+                continued in this order; the others are not generated again. Not used for
+                conversations.
 
         Raises:
             RolloutError: the engine cannot continue responses.
@@ -121,7 +135,7 @@ class GenerationStream:
         if self._loop is not None:
             self._converse(groups)
             return
-        # Requests and their futures by group and number of the row, as are saved responses.
+        # All three dictionaries have the keys (number of the group, number of the row).
         requests = self._requests_of_groups(groups)
         futures = {}
         to_continue = {}
@@ -131,6 +145,7 @@ class GenerationStream:
                 # It had not ended when it was saved.
                 to_continue[group, row] = response
             else:
+                # A future that is done already stands for the ended response.
                 futures[group, row] = Future()
                 futures[group, row].set_result(response)
         if to_continue and not self.engine.traits.continues_unfinished:
@@ -141,7 +156,7 @@ class GenerationStream:
                 fix=f"Resume with rollout.name={engines_with('continues_unfinished')}.",
             )
 
-        # The engine takes first those to continue, then new ones.
+        # `begin` continues responses in its first requests; new requests follow.
         order = list(to_continue)
         order += [key for key in requests if key not in to_continue and key not in futures]
         ordered_requests = [requests[key] for key in order]
@@ -150,7 +165,7 @@ class GenerationStream:
         futures |= zip(order, begun, strict=True)
         started = time.perf_counter()
 
-        # All groups are open before the first callback runs.
+        # First open all groups: a callback for a future that is done runs at once.
         for group, rows in groups.items():
             self._open[group] = [futures[group, row] for row in range(len(rows))]
         for group, rows in groups.items():
@@ -166,13 +181,14 @@ class GenerationStream:
             groups: rows of each group.
 
         Returns:
-            The requests, by the group and the number of its row.
+            The requests, by number of the group and number of the row in the group.
         """
         config = self.generation.config
         rollout = config.actor_rollout_ref.rollout
         length = config.data.max_response_length
         requests = {}
         for group, rows in groups.items():
+            # Two lists: prompts and sampling of all rows.
             fields = requests_of(rows, rollout, length, config.trainer.seed)
             for row, request in enumerate(zip(*fields, images_of(rows), strict=True)):
                 requests[group, row] = request
@@ -207,10 +223,10 @@ class GenerationStream:
         return self.engine.between_steps(publish, keeps_cache=keeps_cache)
 
     def _publish(self, copied: WeightCopy, version: int) -> None:
-        """Publish weights to the engine. A rank of a group cuts its shards from the full weights.
+        """Publish weights to the engine. A rank of a rollout group first cuts out its shards.
 
         Args:
-            copied: the weights.
+            copied: the full weights.
             version: version of the weights.
 
         Raises:
@@ -220,7 +236,7 @@ class GenerationStream:
         if self.group is None:
             self._weights.publish(copied.weights.items(), self.engine, version, fingerprints)
             return
-        # Shards have other fingerprints, so check the full weights before they are cut.
+        # The fingerprints are those of full weights, so check them before shards are cut out.
         changed = []
         for name, tensor in copied.weights.items():
             if tensor_fingerprint(tensor) != fingerprints[name]:
@@ -236,7 +252,7 @@ class GenerationStream:
         def shards() -> Iterator[tuple[str, torch.Tensor]]:
             """Cut this rank's shard out of each full tensor."""
             for name, tensor in copied.weights.items():
-                full = Box((0,) * tensor.dim(), tuple(tensor.shape))
+                full = Box((0,) * tensor.dim(), tuple(tensor.shape))  # starts at 0 everywhere
                 box, _ = self._shards[name]
                 yield name, full.view(tensor, box).contiguous()
 
@@ -247,8 +263,8 @@ class GenerationStream:
 
         Args:
             report: called with the number of steps so far, and the responses of unfinished groups:
-                first those that have ended, then the others in the order in which they continue. It
-                may wait.
+                first responses that have ended, then the others in the order in which they
+                continue. The engine waits until it returns.
 
         Returns:
             A future of the number of steps before the groups were saved, or of the error.
@@ -264,12 +280,12 @@ class GenerationStream:
             for group, futures in groups:
                 for row, future in enumerate(futures):
                     places[future] = (group, row)
-            # In the order in which they are reported: ended ones, then those that continue.
+            # A dictionary keeps the order: ended responses come before unfinished ones.
             responses = {future: future.result() for future in places if future.done()}
             responses |= engine.unfinished()
             saved = []
             for future, response in responses.items():
-                # The engine also has responses of groups that were aborted or started meanwhile.
+                # Skip responses of groups that were aborted or started since `groups` was taken.
                 if future in places:
                     saved.append((*places[future], *_response_fields(response)))
             report(engine.num_steps, saved)
@@ -295,7 +311,7 @@ class GenerationStream:
         self.generation.close()
 
     def _converse(self, groups: Mapping[int, DataProto]) -> None:
-        """Start groups as conversations, with one future for all rows of a group."""
+        """Start to generate groups as conversations, with one future for all rows of a group."""
         loops = self.generation.loops
         grader = self.generation.grader
         seed = self.generation.config.trainer.seed
@@ -307,14 +323,15 @@ class GenerationStream:
             future.add_done_callback(partial(self._end_request, group, rows, 0.0))
 
     def _end_request(self, group: int, rows: DataProto, started: float, _: Future[Any]) -> None:
-        """Callback of a future: report its group, if all responses of the group have ended.
+        """Callback of a future: call `done` if all responses of the group have ended.
 
         Args:
             group: number of the group.
             rows: rows of the group.
-            started: time at which it was started.
+            started: time at which the group was started (`time.perf_counter`).
             _: the future that has ended.
         """
+        # An aborted group is not in `_open`.
         futures = self._open.get(group, ())
         if not futures or not all(future.done() for future in futures):
             return
@@ -346,13 +363,14 @@ class ServedStream(GenerationStream):
 
     Args:
         generation: the generator, whose engine has its own copy of the weights.
-        waits: whether the engine pauses after an event until the driver calls `go_on`, so that the
-            driver's decisions take effect from the next step on.
+        waits: whether the engine pauses before each step until the driver has called `go_on` for
+            every event, so that the driver's decisions take effect at the same step in every run.
     """
 
     def __init__(self, generation: ResponseGenerator, *, waits: bool) -> None:
         super().__init__(generation, partial(self._report, "ended"))
         self._changed = Condition()
+        # Kind, number and a function that returns the third item or raises the event's error.
         self._queued_events: queue.Queue[tuple[str, int, Callable[[], Any]]] = queue.Queue()
         self._new_weights: dict[int, DataProtoFuture | None] = {}  # by version
         self._num_events = 0
@@ -363,12 +381,13 @@ class ServedStream(GenerationStream):
         self._reports_at_once = (
             waits or settings.by_mini_batch or settings.on_stale == "drop" or bool(settings.replay)
         )
-        # The batch of each group whose end has not been reported to the driver.
+        # The batch (training step) of each group whose end has not been reported to the driver.
         self._batches: dict[int, int] = {}
         if waits:
             assert self.engine.traits.is_deterministic, "checked with the configuration"
             self.engine.before_step = lambda _: self._wait_for_driver()
-        # The thread in which a rank follows the leader of its rollout group.
+        # The end of the thread in which a member follows the leader of its rollout group; None on
+        # a leader and without groups.
         self._following: Future[None] | None = None
         if self.group is not None and not self.group.is_leader:
 
@@ -380,6 +399,7 @@ class ServedStream(GenerationStream):
 
             self.engine.take_weights = publish
             self._following = in_background(self.engine.follow, "rank of a rollout group")
+            # An error of the thread reaches the driver as an event.
             self._following.add_done_callback(
                 lambda done: self._queued_events.put(("over", 0, done.result))
             )
@@ -395,7 +415,9 @@ class ServedStream(GenerationStream):
         self._batches.pop(group, None)
 
     def await_weights(self, version: int, *, keeps_cache: bool) -> None:
-        """Load weights at the next step, from `give_weights`, which may be called earlier or later.
+        """Load weights from `give_weights` before the next step.
+
+        If `give_weights` has not been called yet, the engine waits for it between the steps.
 
         Args:
             version: version of the weights.
@@ -404,11 +426,11 @@ class ServedStream(GenerationStream):
 
         def report(done: Future[int]) -> None:
             """Report the end of the load to the driver."""
-            # Read now: the version may be newer when the driver asks for the outcome.
+            # Read it now: the version may be newer when the driver asks for the event.
             current_version = self.weight_version
 
             def outcome() -> int:
-                """The version that the driver gets, or the error of the load."""
+                """Return the version, or raise the error of the load."""
                 done.result()  # raises the error of a failed load
                 return current_version
 
@@ -418,25 +440,28 @@ class ServedStream(GenerationStream):
         self.load(weights, version, keeps_cache=keeps_cache).add_done_callback(report)
 
     def give_weights(self, version: int, weights: DataProtoFuture | None) -> None:
-        """Receive weights for `await_weights`, while the engine continues.
+        """Receive weights for `await_weights`. The engine generates meanwhile.
 
         Args:
             version: version of the weights.
             weights: see `load`. None: keep the older weights.
         """
-        # Wait for the weights here, in the driver's call: the engine then finds them complete.
+        # `weights.get` waits here, in the thread of the driver's call, so that the engine need not
+        # wait for them. The new future only holds the complete shares.
         received = None if weights is None else DataProtoFuture(list, weights.get(), resolve=list)
         with self._changed:
-            # If the leader of a group keeps its weights, the other ranks do not wait for new ones.
+            # None is for the leader, which then keeps its weights. Members load only when the
+            # leader loads, so they never ask for this version.
             if received is not None or self._following is None:
                 self._new_weights[version] = received
             self._changed.notify_all()
 
     def hand_out(self) -> None:
-        """Report unfinished responses at the next step; see `save`."""
+        """Report unfinished responses as the event "saved" before the next step; see `save`."""
 
         def report_failure(done: Future[int]) -> None:
             """Report an error of the save to the driver."""
+            # Not by `_report`, whose events the driver handles: here `events` raises the error.
             if done.exception() is not None:
                 self._queued_events.put(("saved", 0, done.result))
 
@@ -444,15 +469,16 @@ class ServedStream(GenerationStream):
         saving.add_done_callback(report_failure)
 
     def go_on(self) -> None:
-        """Continue after an event: the driver has handled one more."""
+        """Count an event as handled by the driver, for which the engine may wait (`waits`)."""
         with self._changed:
             self._num_handled += 1
             self._changed.notify_all()
 
     def events(self) -> list[tuple[str, int, Any]]:
-        """Wait up to a second for events since the last call. Raises the error of a failed event.
+        """Wait up to a second for a first event, and return all events since the last call.
 
-        After the end of a group, waits a moment for further groups of its batch.
+        After the end of a group, wait a moment for further groups of the batch, to report them
+        together. Raises the error of a failed event.
 
         Returns:
             The events: ("ended", group, its rows), ("loaded", version, version of the weights since
@@ -460,7 +486,7 @@ class ServedStream(GenerationStream):
         """
         events = []
         deadline = time.monotonic() + EVENTS_WITHIN_S
-        # The other ranks of a group only report errors. They do not wait, because the leader does.
+        # Members of a rollout group only report errors, so they do not wait: the leader does.
         waits = self._following is None
         with suppress(queue.Empty):
             while True:
@@ -470,13 +496,16 @@ class ServedStream(GenerationStream):
                 if kind == "ended" and self._expects_more(number):
                     deadline = min(deadline, time.monotonic() + TOGETHER_WITHIN_S)
                 else:
-                    # In the past: take only events that are there already.
+                    # A deadline in the past: take only events that are there already.
                     deadline = 0.0
         # Calling a value raises the error of its event.
         return [(kind, number, value()) for kind, number, value in events]
 
     def _expects_more(self, group: int) -> bool:
-        """Whether the end of a group may wait for the ends of other groups of its batch."""
+        """Whether to delay the report of an ended group for other open groups of its batch.
+
+        Forgets the group, whose end is reported once.
+        """
         batch = self._batches.pop(group, None)
         if batch is None or self._reports_at_once:
             return False
@@ -494,7 +523,11 @@ class ServedStream(GenerationStream):
         super().close()
 
     def _wait_for_weights(self, version: int) -> DataProtoFuture | None:
-        """Wait for the weights of a version, and take them."""
+        """Wait until `give_weights` was called for a version, and take its weights.
+
+        Returns:
+            A future of the shares; None to keep the older weights, or if the stream was closed.
+        """
         with self._changed:
             self._changed.wait_for(lambda: version in self._new_weights or self._is_closed)
             return self._new_weights.pop(version, None)
@@ -512,10 +545,10 @@ class ServedStream(GenerationStream):
         self._queued_events.put((kind, number, value))
 
     def _wait_for_driver(self) -> None:
-        """Wait until the driver has handled all events.
+        """Wait until the driver has handled all events. Called by the engine before each step.
 
-        Called before a step, and not by `_report`, because events also happen in the thread of the
-        driver's calls, which must not wait for further calls.
+        `_report` must not wait instead: it is also called in the thread of the driver's calls, and
+        the call of `go_on` that it would wait for comes after the current one.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._num_handled >= self._num_events or self._is_closed)
@@ -524,7 +557,7 @@ class ServedStream(GenerationStream):
 def _response_fields(response: Completion) -> list[Any]:
     """Fields of a response for a checkpoint, with lists and arrays as tensors."""
     fields = []
-    # Without the last field: the times of this run mean nothing in a resumed run.
+    # Leave out the last field, `times`: times of this run mean nothing in a resumed run.
     for value in astuple(replace(response, times=None))[:-1]:
         if isinstance(value, list):
             dtype = torch.float64 if value and isinstance(value[0], float) else torch.int64

@@ -48,7 +48,7 @@ class TeacherWorker(EngineWorker):
         self.section = self.config.distillation
         fsdp = self.section.fsdp_config
         self.join(self.section, fsdp, DISTILLATION)
-        # Each teacher is in one of these.
+        # Each teacher is in one of these, under its path in the configuration.
         self.engines: dict[str, FSDPEngine] = {}  # by folder
         self.servers: dict[str, ServedScorer] = {}  # by address
         descriptions = []
@@ -60,8 +60,8 @@ class TeacherWorker(EngineWorker):
             loaded = load_model(
                 self.config, path, PolicyScorer, self.dtype.value, self.processes, is_teacher=True
             )
-            self.engines[path], size = self.build_frozen(loaded, fsdp, f"teacher {path}")
-            descriptions.append(f"{path}, {size}")
+            self.engines[path], about = self.build_frozen(loaded, fsdp, f"teacher {path}")
+            descriptions.append(f"{path}, {about}")
         return {"teacher": "; ".join(descriptions)}
 
     @register(BY_REPLICA, blocking=False)
@@ -89,19 +89,22 @@ class TeacherWorker(EngineWorker):
             columns[TEACHER_TOP_LOG_PROBS] = torch.zeros(*shape, num_top)
             columns[TEACHER_TOP_IDS] = torch.zeros(*shape, num_top, dtype=torch.int32)
         for path in self.section.all_teachers:
-            # Also without rows: if the ranks share the teacher's weights, all must take part.
+            # A teacher without rows on this rank computes, too: if ranks share its weights, all
+            # must take part.
             rows = [row for row, teacher in enumerate(teacher_of_row) if teacher == path]
             part = data if len(rows) == len(data) else data.select_idxs(rows)
             scores = {}
             if path in self.engines:
                 scores = self._infer(self.engines[path], part)
             elif self.processes.place.is_collected:
-                # Only one of the ranks with the same rows requests scores from the server.
+                # Of the ranks with the same rows, only the one whose result is returned asks the
+                # server. The columns of the others stay zero.
                 scores = self.servers[path].scores(part)
             for name, values in scores.items():
                 columns[_OUTPUTS[name]][rows] = values
         release_free_memory()
-        # A teacher with a larger vocabulary may have tokens at its end that the student lacks.
+        # A teacher's output layer may have more tokens than its tokenizer, with ids that the
+        # student lacks.
         highest = int(columns[TEACHER_TOP_IDS].max()) if num_top is not None and len(data) else 0
         if highest >= len(self.tokenizer):
             raise EngineError(
@@ -113,7 +116,7 @@ class TeacherWorker(EngineWorker):
         return DataProto.from_dict(tensors=columns)
 
     def _infer(self, teacher: FSDPEngine, rows: DataProto) -> dict[str, torch.Tensor]:
-        """Score rows by a teacher in an engine. Returns outputs by their names in `infer`."""
+        """Score rows by a teacher in an engine. Returns the outputs of `infer`, by name."""
         section = self.section
         if rows.batch["position_ids"].dim() == 3 and teacher.packing.image_tokens is None:
             # The student is a vision-language model, the teacher a text model, which takes one
@@ -131,7 +134,7 @@ class TeacherWorker(EngineWorker):
         )
 
     def _teachers_of_rows(self, data: DataProto) -> list[str]:
-        """Folder or addresses of the teacher of each row, [B]."""
+        """Path of the teacher of each row [B], a key of `engines` or `servers`."""
         # A single teacher scores all rows.
         if not self.section.teachers:
             return self.section.all_teachers * len(data)
@@ -162,7 +165,8 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer: tokenizer of the student.
 
     Raises:
-        ConfigError: a teacher has other tokens than the student, or too few positions.
+        ConfigError: a teacher has other tokens than the student, too few positions for the longest
+            sequence, or fewer tokens than `topk`.
     """
     section = config.distillation
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -188,7 +192,7 @@ def check_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
                 f"{DISTILLATION}.topk",
                 got=f"{num_top}, with a vocabulary of {text.vocab_size}",
                 expected=f"at most {text.vocab_size}",
-                fix="Lower it.",
+                fix=f"Lower {DISTILLATION}.topk.",
             )
 
 
@@ -202,7 +206,7 @@ def _check_vocabulary(config: Config, key: str, path: str, vocab: Mapping[str, i
         vocab: ids of the student's tokens.
 
     Raises:
-        ConfigError: it does not, or its tokenizer cannot be loaded.
+        ConfigError: the teacher has other ids for some tokens, or its tokenizer cannot be loaded.
     """
     try:
         trusts = config.actor_rollout_ref.model.trust_remote_code
@@ -212,13 +216,13 @@ def _check_vocabulary(config: Config, key: str, path: str, vocab: Mapping[str, i
         raise ConfigError(
             key,
             got=f"'{path}' ({reason})",
-            expected="a model with its tokenizer",
-            fix="Put the tokenizer beside the model: it shows that both know the same tokens.",
+            expected="a model with its tokenizer, to compare its tokens with the student's",
+            fix="Put the tokenizer beside the model.",
         ) from error
 
     differing = [token for token, number in vocab.items() if teacher_vocab.get(token) != number]
     if config.distillation.num_top_tokens:
-        # Any token of the teacher may be among the likeliest, so the student must have all.
+        # Any token of the teacher may be among the likeliest, so the student must have all tokens.
         differing += [token for token in teacher_vocab if token not in vocab]
     if not differing:
         return
@@ -234,11 +238,12 @@ def _check_vocabulary(config: Config, key: str, path: str, vocab: Mapping[str, i
 
 
 def require_teachers(config: Config, sources: Iterable[tuple[str, Any]]) -> None:
-    """Refuse rows without a teacher.
+    """Refuse rows without a teacher. Without distillation, all rows pass.
 
     Args:
         config: the configuration.
-        sources: place and data source of each row.
+        sources: for each row, its place (such as "row 3 of a batch") for the message, and its data
+            source.
 
     Raises:
         ConfigError: a data source has no teacher.
@@ -249,6 +254,6 @@ def require_teachers(config: Config, sources: Iterable[tuple[str, Any]]) -> None
             raise ConfigError(
                 f"{DISTILLATION}.teachers",
                 got=f"no teacher for the data source {source!r} ({place})",
-                expected="one for each data source",
-                fix=f"Add it, or set {DISTILLATION}.path for all that are not named.",
+                expected="a teacher for each data source",
+                fix=f"Add it, or set {DISTILLATION}.path for all data sources that are not named.",
             )

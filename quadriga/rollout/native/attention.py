@@ -2,10 +2,10 @@
 """The KV cache, and attention over it: prefill of packed prefixes, decode of one token per slot.
 
 The KV cache has two parts: prefixes, each stored once for all slots that share it, and responses,
-written in place. Attention over each part is computed separately; the log-sum-exps combine the two
-results. The queries of all slots of a prefix form one matrix, so its keys are read once and never
-copied. `CompiledPlan` does both parts in one pass, by the loops of `Kernels` on a CPU and by
-`TritonKernels` in half precision on CUDA.
+written in place. `DecodePlan` computes attention over each part separately, and combines the two
+results by their log-sum-exps. The queries of all slots of a prefix form one matrix, so the prefix's
+keys are read once and never copied. `CompiledPlan` does both parts in one pass, by the loops of
+`Kernels` on a CPU and by `TritonKernels` in half precision on CUDA.
 
 On a CPU the KV cache is float32 for every model: attention is then as exact as in training, and no
 slower than in bfloat16. Elsewhere it has the model's dtype.
@@ -51,7 +51,10 @@ class PrefixCache:
             the length.
 
     Attributes:
-        last_hidden: [P, hidden size], hidden state of the last token of each prefix.
+        keys: [P, K, S, D] of each layer; empty before the first prefill.
+        values: [P, K, S, D] of each layer; empty before the first prefill.
+        last_hidden: [P, hidden size], hidden state of the last token of each prefix; None before
+            the first prefill.
     """
 
     def __init__(self, prefixes: Iterable[Any] = ()) -> None:
@@ -79,6 +82,7 @@ class PrefixCache:
             key: [p, K, S, D].
             value: [p, K, S, D].
         """
+        # Layers are written in order, so this one is new if it is the next of the lists.
         if layer == len(self.keys):
             shape = (len(self.prefixes), *key.shape[1:])
             dtype = cache_dtype(value.dtype, value.device)
@@ -88,7 +92,7 @@ class PrefixCache:
         self.values[layer][places] = value
 
     def keep(self, needed: Collection[Any]) -> None:
-        """Drop all prefixes that are not in `needed`."""
+        """Drop all prefixes that are not in `needed`, which changes the indices of the others."""
         places = [place for place, prefix in enumerate(self.prefixes) if prefix in needed]
         # Usually all prefixes stay, and nothing has to be copied.
         if len(places) == len(self.prefixes):
@@ -105,7 +109,7 @@ class PrefixCache:
                 states[layer] = old[:, :, :width].index_select(0, index)
 
     def extend(self, other: "PrefixCache") -> None:
-        """Take over the prefixes of `other`, which is empty afterwards."""
+        """Append the prefixes of `other`, which loses its memory and must not be used again."""
         if not self.prefixes:
             self.prefixes = other.prefixes
             self.last_hidden = other.last_hidden
@@ -121,11 +125,11 @@ class PrefixCache:
 
 
 def _append_prefixes(states: list[Tensor], other_states: list[Tensor], width: int) -> None:
-    """Move the keys or the values of all layers behind those of another cache.
+    """Append the keys, or the values, of a second prefix cache to those of a first one.
 
     Args:
-        states: [P, K, S, D] of each layer, replaced by [P + p, K, width, D].
-        other_states: [p, K, s, D] of each layer; empty afterwards.
+        states: of the first cache: [P, K, S, D] of each layer, replaced by [P + p, K, width, D].
+        other_states: of the second cache: [p, K, s, D] of each layer; without rows afterwards.
         width: length of the longest prefix of both caches.
     """
     for layer, added in enumerate(other_states):
@@ -135,15 +139,21 @@ def _append_prefixes(states: list[Tensor], other_states: list[Tensor], width: in
         joined[:num_first, :, :first_width] = first
         joined[num_first:, :, : added.shape[2]] = added
         states[layer] = joined
-        # Frees the old memory before the next layer is copied.
+        # Free the memory of this layer before the next layer is copied.
         other_states[layer] = added[:0]
 
 
 class ResponseCache:
     """KV cache of responses: [C, K, T, D] for each layer.
 
-    The first R slots are in use. Memory that was never written is zero, so that an attention weight
-    of zero times it is zero.
+    The first R slots are in use. Memory that was never written is zero and not NaN, because
+    attention multiplies it with a weight of zero.
+
+    Attributes:
+        capacity: C.
+        room: T.
+        keys: [C, K, T, D] of each layer; empty before the first decode step.
+        values: [C, K, T, D] of each layer; empty before the first decode step.
     """
 
     def __init__(self) -> None:
@@ -154,10 +164,10 @@ class ResponseCache:
         # State of the current step.
         self._length = 0  # tokens of each slot that attention reads
         self._written = torch.empty(0)  # [R], tokens that each slot holds
-        self._rows: Tensor | None = None  # rows that the new tokens are written to; see `write`
+        self._rows: Tensor | None = None  # where the new tokens go; computed by the first `write`
 
     def resize(self, capacity: int, room: int, num_slots: int, length: int) -> None:
-        """Move to memory of another size.
+        """Move the responses to memory of another size.
 
         Args:
             capacity: C, number of slots.
@@ -199,11 +209,12 @@ class ResponseCache:
         self._rows = None
 
     def layer_memory(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory of a layer, allocated on first use.
+        """Return the memory of a layer, allocated on first use.
 
         Args:
             layer: number of the layer.
-            like: [R, K, ..., D], a tensor that will be written to the memory: gives its sizes.
+            like: [R, K, ..., D], a tensor that will be written to the memory, with its K, D, dtype
+                and device.
 
         Returns:
             The keys and the values, [C, K, T, D] each.
@@ -229,7 +240,8 @@ class ResponseCache:
         num_slots, num_heads, _, head_size = key.shape
         keys, values = self.layer_memory(layer, value)
         if self._rows is None:
-            # Row of each slot and head in [C * K * T, D], the same for all layers of a step.
+            # Row of each slot's and head's new token in [C * K * T, D]. It is the same in all
+            # layers of a step.
             heads = torch.arange(num_slots * num_heads, device=key.device)
             starts = heads.view(num_slots, num_heads) * self.room
             self._rows = (starts + self._written[:, None]).flatten()
@@ -248,6 +260,7 @@ class PrefillPlan:
         device: device of the tokens.
 
     Attributes:
+        padded_index: [p, S], packed index of the token in each place of the cache.
         last: [p], packed index of the last token of each prefix.
     """
 
@@ -261,8 +274,8 @@ class PrefillPlan:
             start += length
         self.packed = PackedAttention(segments, device)
 
-        # [p, S], packed index of the token in each place of the cache; padding repeats the last one.
         columns = torch.arange(max(cache.lengths))
+        # Padding repeats the last token of a prefix.
         rows = [segment.start + columns.clamp(max=segment.length - 1) for segment in segments]
         self.padded_index = torch.stack(rows).to(device)
         ends = [segment.start + segment.length - 1 for segment in segments]
@@ -306,6 +319,8 @@ class DecodePlan:
     are arranged in a grid of cells [P, n], with a row for each prefix and a cell for each of its
     slots. A cell that is left over repeats another slot, and its result is not used.
 
+    For graphs, see `copy_for_graph`, `fill_buffers` and `start_captured_step`.
+
     Args:
         prefixes: KV cache of the prefixes.
         responses: KV cache of the responses.
@@ -327,19 +342,21 @@ class DecodePlan:
         self.lengths = prefixes.lengths
         next_positions = prefixes.next_positions
         self.first_positions = [next_positions[place] for place in places]
+        # Hides the padding of prefixes; None: there is none.
         self.prefix_mask = self._padding_mask(self.lengths, max(self.lengths))
 
-        # State of the current step.
+        # State of the current step: mask that hides the padding of responses, response tokens of
+        # each slot before the step, and masks of layers with a window, by its width.
         self.mask: Tensor | None = None
         self.written: Sequence[int] = ()
-        self.window_masks: dict[int, tuple[Tensor, Tensor]] = {}  # by the width of the window
+        self.window_masks: dict[int, tuple[Tensor, Tensor]] = {}
 
         self.slots_of_prefix: list[list[int]] = [[] for _ in self.lengths]
         for slot, place in enumerate(places):
             self.slots_of_prefix[place].append(slot)
         self.group_size = max(map(len, self.slots_of_prefix))
         slot_of_cell, cell_of_slot = self.cell_indices(self.group_size)
-        # Slots that are in the order of the cells, as with groups of equal size, need no copy.
+        # Whether the queries need not be copied, as with groups of equal size.
         self.is_in_cell_order = slot_of_cell == list(range(len(places)))
         self.slot_of_cell = torch.tensor(slot_of_cell, device=device)
         self.cell_of_slot = torch.tensor(cell_of_slot, device=device)
@@ -358,6 +375,7 @@ class DecodePlan:
         for place, group in enumerate(self.slots_of_prefix):
             for number, slot in enumerate(group):
                 cell_of_slot[slot] = place * group_size + number
+            # The slot in cells that are left over.
             filler = group[0] if group else 0
             slot_of_cell += group + [filler] * (group_size - len(group))
         return slot_of_cell, cell_of_slot
@@ -383,8 +401,8 @@ class DecodePlan:
     def copy_for_graph(self, state: Tensor) -> "DecodePlan":
         """Copy the plan for a graph, with buffers in place of the tensors that change.
 
-        The group size is rounded up to a power of two, so that the graph also serves somewhat larger
-        groups.
+        `fill_buffers` of the copy fills the buffers. The group size is rounded up to a power of
+        two, so that the graph also serves somewhat larger groups.
 
         Args:
             state: [5, R], the graph's inputs; see `graphs.Graph`.
@@ -476,7 +494,7 @@ class DecodePlan:
         return mixed.reshape(num_slots, 1, num_heads, head_size).to(value.dtype)
 
     def _split_by_slot(self, states: Tensor) -> Tensor:
-        """Split the results of prefixes into those of slots: [P, K, n * G, ...] -> [R, K, G, ...]."""
+        """Split results by prefix into results by slot: [P, K, n * G, ...] -> [R, K, G, ...]."""
         grouped = states.unflatten(2, (self.group_size, -1))
         cells = grouped.transpose(1, 2).flatten(0, 1)
         return cells if self.is_in_cell_order else cells.index_select(0, self.cell_of_slot)
@@ -505,7 +523,8 @@ class DecodePlan:
         if window not in self.window_masks:
             tokens = torch.tensor([lengths, positions, self.written], device=self.device)
             prefix_lengths, _, written = tokens
-            # The first key in the window, counted from the first key of the prefix, or of the response.
+            # First key in the window, counted once from the start of the prefix (where the new
+            # token is at `positions`) and once from the start of the response (at `written`).
             prefix_starts, response_starts = tokens[1:] - window + 1
             by_slot = hidden_mask(prefix_lengths, max(self.lengths), prefix_starts)
             # From a row per slot to a row per cell and query head, as `attend` arranges queries.
@@ -523,15 +542,15 @@ class DecodePlan:
 
 
 def hidden_mask(lengths: Tensor, width: int, starts: Tensor | None = None) -> Tensor:
-    """Additive mask that hides the padding of rows, and perhaps their first tokens.
+    """Make an additive mask that hides the padding of rows, and perhaps their first tokens.
 
     Args:
         lengths: [A], number of tokens of each row.
         width: padded length.
-        starts: [A], first token of each row that is not hidden. None: no token is hidden.
+        starts: [A], first token of each row that is not hidden. None: only padding is hidden.
 
     Returns:
-        [A, 1, 1, width] float32: 0 for tokens, `HIDDEN` (in effect -inf) for hidden ones and padding.
+        [A, 1, 1, width] float32: `HIDDEN` (in effect -inf) for hidden tokens and padding, else 0.
     """
     columns = torch.arange(width, device=lengths.device)
     is_hidden = columns >= lengths[:, None]
@@ -572,6 +591,7 @@ class CompiledPlan:
         assert max(lengths) == prefixes.keys[0].shape[2]
         next_positions = prefixes.next_positions
         self.first_positions = [next_positions[place] for place in places]
+        # One row for each field of `SlotPlaces`; the last one, `num_written`, is set at each step.
         rows = [places, [lengths[place] for place in places], [0] * len(places)]
         self.places = SlotPlaces(*torch.tensor(rows, device=device))
 
@@ -586,7 +606,7 @@ class CompiledPlan:
         """
         assert len(written) <= self.responses.capacity
         assert 0 <= min(written) <= max(written) < self.responses.room
-        # A single transfer to the device, for both.
+        # Both in a single transfer to the device.
         first_positions, num_written = torch.tensor(
             [self.first_positions, written], device=self.device
         )
@@ -604,12 +624,13 @@ class CompiledPlan:
         return plan
 
     def fill_buffers(self, plan: "CompiledPlan", state: Tensor) -> None:
-        """Fill the graph's inputs that do not change from step to step, for the current slots.
+        """Fill the graph's inputs that stay the same until a slot starts or ends.
 
         Args:
             plan: the plan of the current slots.
             state: [5, R], the graph's inputs.
         """
+        # `copy_for_graph` reads these two rows as places and lengths of the prefixes.
         num_slots = len(plan.first_positions)
         state[3:, :num_slots] = torch.stack((plan.places.prefix_of, plan.places.prefix_length))
 
@@ -640,7 +661,8 @@ class CompiledPlan:
         """
         responses = KeysAndValues(*self.responses.layer_memory(layer, value))
         prefixes = KeysAndValues(self.prefixes.keys[layer], self.prefixes.values[layer])
-        # On a CPU the loops take bfloat16 if everything is bfloat16, and float32 otherwise.
+        # On CUDA all tensors have the cache's dtype. On a CPU, where the cache is float32, the loops
+        # also take bfloat16 if all three inputs have it.
         if self.device.type == "cuda":
             dtype = responses.keys.dtype
         elif {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}:
@@ -684,12 +706,16 @@ def plan_decoding(
 def compiled_attention(
     device: torch.device, dtype: torch.dtype, head_size: int
 ) -> "Kernels | TritonKernels | None":
-    """Compiled kernels for decode attention; None: there are none, and torch's operators are used.
+    """Return the compiled kernels for decode attention.
 
     Args:
         device: device of the KV cache.
         dtype: dtype of the KV cache.
         head_size: D.
+
+    Returns:
+        The kernels; None if there are none for this device, dtype and head size, so that torch's
+        operators compute.
     """
     loops: Kernels | TritonKernels | None = kernels() if device.type == "cpu" else None
     if dtype in HALF_DTYPES and can_launch_triton(device):
@@ -705,7 +731,7 @@ def attend_part(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a part of the keys, to be combined with that over other parts.
+    """Compute attention over a part of the keys, to be combined with attention over other parts.
 
     Args:
         query: [A, K, Q, D].
@@ -719,11 +745,13 @@ def attend_part(
         The attention output, [A, K, Q, D], and the log-sum-exps of the scores, [A, K, Q] float32.
     """
     if query.device.type == "cpu" and query.dtype == torch.float32 and softcap is None:
-        # The operator behind scaled_dot_product_attention, which also returns the log-sum-exps.
+        # The operator behind scaled_dot_product_attention. Unlike that function, it also returns
+        # the log-sum-exps.
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        # Without dropout (0.0) and without a causal mask (False).
         return flash(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     if query.is_cuda and query.dtype != torch.float32:
-        # Half-precision factors, but scores in float32.
+        # The factors stay in half precision, but the scores are not rounded to it.
         left = query.flatten(0, 1)
         right = keys.flatten(0, 1).transpose(-1, -2)
         products = torch.bmm(left, right, out_dtype=torch.float32)

@@ -6,8 +6,8 @@ import torch
 from quadriga.errors import RolloutError
 
 _GIBIBYTE = 2**30
-# Share of a GPU's free memory for the KV cache. The rest is for activations and logits, and for the
-# copy of a layer when the cache grows.
+# Share of a GPU's free memory for the KV cache. The rest is for activations, for logits, and for a
+# second copy of one layer while the cache grows.
 _FREE_SHARE = 0.7
 
 
@@ -16,11 +16,12 @@ class CacheMemory:
 
     Args:
         token_bytes: bytes that the cache takes for a token.
-        gigabytes: its memory in GiB; None: as much as the responses need, within a GPU's memory.
+        gigabytes: memory of the cache in GiB; None: as much as the responses need, within a GPU's
+            memory.
 
     Attributes:
         token_bytes: bytes that the cache takes for a token.
-        limit: most tokens in the cache, as configured; None: no limit is configured.
+        limit: most tokens in the cache by `gigabytes`; None: no limit is configured.
     """
 
     def __init__(self, token_bytes: int, gigabytes: float | None) -> None:
@@ -34,8 +35,8 @@ class CacheMemory:
 
         Args:
             where: the request, for the error.
-            num_prompt_tokens: tokens of its prompt.
-            max_tokens: most tokens of its response.
+            num_prompt_tokens: tokens of the prompt.
+            max_tokens: most tokens of the response.
 
         Raises:
             RolloutError: the configured memory is too small.
@@ -51,10 +52,19 @@ class CacheMemory:
         )
 
     def max_tokens(self, device: torch.device) -> int | None:
-        """Most tokens in the KV cache; None: any number. A single request may take all memory."""
+        """Compute the most tokens that the KV cache may have.
+
+        Without a configured limit, it depends on the memory of the GPU that is free now.
+
+        Args:
+            device: device of the cache.
+
+        Returns:
+            The number of tokens; None: any number. A single request may exceed it.
+        """
         if self.limit is not None or device.type != "cuda":
             return self.limit
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        # Memory that torch's allocator holds, but does not use.
+        # Add memory that torch's allocator holds, but does not use.
         free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(_FREE_SHARE * free_bytes / self.token_bytes)

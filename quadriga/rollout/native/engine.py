@@ -9,9 +9,9 @@ so that the log-probabilities are those of training.
     begin, between_steps                   steps (in the thread of generate_batch, or
          (any thread)                      in a worker thread)
 
-Consumes: requests, and work to be done between two steps, from the inbox. Waits for: that work,
-such as loading newer weights; without a request the runner ends. Unblocked by: the next request,
-which starts a new runner.
+The runner consumes requests, and work to be done between two steps, from the inbox. It waits while
+such work runs, for example loading newer weights. It ends when there is neither a request nor work;
+the next one starts a new runner.
 
 In a rollout group the leader has the requests and the runner. Before each step it sends the changes
 to the members (see `group_steps`). They make the same step with the same seeds, so all ranks draw
@@ -87,13 +87,14 @@ class NativeEngine(CausalModelEngine):
         options: arguments of `CausalModelEngine`.
 
     Attributes:
-        merged_shards: names of a group's shards that the engine changes after they have arrived.
+        merged_shards: names of a group's shards into which the engine merges the adapter, so that
+            they must not share the trainer's memory.
         take_weights: set on a group's members; called with the version that the leader has loaded.
         num_steps: steps since the engine was made.
         before_step: called by the runner with `num_steps` before each step.
 
     Raises:
-        RolloutError: this engine cannot compute the model.
+        RolloutError: the model was loaded with another attention, or a group cannot share it.
     """
 
     name = "native"
@@ -129,6 +130,7 @@ class NativeEngine(CausalModelEngine):
         self.group = group
         self._recorder = RouteRecorder(model) if records_routes else None
 
+        # Both are None without a group.
         self._shards: GroupShards | None = None
         self._steps: GroupSteps | None = None
         device = model.device if group is None else group.device
@@ -141,22 +143,25 @@ class NativeEngine(CausalModelEngine):
             self._shards = GroupShards(model, group, dtype, adapted or model)
             self._steps = GroupSteps(group)
             self.merged_shards = self._shards.merged
-            self.weight_version = -1
+            self.weight_version = -1  # a version that no weights have: none have arrived yet
         self.cache_memory = CacheMemory(token_bytes, cache_gigabytes)
-        # Packed weights of the model; None until they are needed.
+        # The model with packed weights; None until they are needed.
         self._network: Network | None = None
 
         self._inbox = Inbox()
         self._thread = RunnerThread()
-        self._is_between_steps = False
+        self._is_between_steps = False  # whether work runs, which may load weights
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "NativeEngine":
         """Make the engine of a configuration, in one process or for a rank of a rollout group.
 
         A rank of a group begins with a model on "meta", whose shards arrive later. Otherwise the
-        engine computes with the actor's own model, or with a copy if this process lacks some of its
-        weights.
+        engine computes with the actor's own model, or with a copy if this process has no actor or
+        only a part of its weights.
+
+        Args:
+            setup: configuration, device, actor and group.
         """
         setup.require_no_options()
         rollout = setup.rollout
@@ -167,7 +172,7 @@ class NativeEngine(CausalModelEngine):
             "uses_graphs": not rollout.enforce_eager,
         }
         if setup.group is not None:
-            # The model with an adapter tells which matrices a rank merges into its shards.
+            # A second model, with the adapter, tells which matrices a rank merges into its shards.
             model = setup.skeleton()
             adapted = None
             if section.model.has_adapter:
@@ -206,12 +211,15 @@ class NativeEngine(CausalModelEngine):
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> list[Completion]:
-        """Generate a response for each prompt. Unless there is a runner, this thread is it.
+        """Generate a response for each prompt. If there is no runner, this thread becomes it.
 
         Args:
             prompts: token ids of each prompt.
             sampling: how each response is sampled.
             images: images of each prompt.
+
+        Returns:
+            The completion of each prompt.
         """
         requests = self._make_requests(prompts, sampling, images)
         self._count_when_done([request.future for request in requests])
@@ -222,7 +230,7 @@ class NativeEngine(CausalModelEngine):
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
-        """Generate one response in a batch with the running ones. Does not block the event loop.
+        """Generate one response, in the batch of the running requests, without blocking the loop.
 
         Args:
             prompt: token ids.
@@ -247,14 +255,15 @@ class NativeEngine(CausalModelEngine):
             prompts: token ids of each request.
             sampling: how each response is sampled.
             images: images of each prompt.
-            joined: called when they join the batch, with the number of steps before that.
+            joined: called once, when all of them join the batch, with the number of steps before
+                that.
             earlier: aborted responses, which the first requests continue.
 
         Returns:
-            The completion of each request.
+            A future of each request's completion.
         """
         requests = self._make_requests(prompts, sampling, images)
-        # Requests beyond the length of `earlier` are new.
+        # Requests without a response in `earlier` are new.
         for request, response in zip(requests, earlier, strict=False):
             request.continue_from(response)
         # All join at the same step, so one of them reports it.
@@ -285,15 +294,15 @@ class NativeEngine(CausalModelEngine):
         return done
 
     def unfinished(self) -> dict[Future[Completion], Completion]:
-        """The unfinished responses so far; only to be called between two steps.
+        """The unfinished responses so far, by their futures. Only call it between two steps.
 
-        The order is that in which they go on after the KV cache was computed anew.
+        The order is that in which the requests start again after the KV cache was dropped.
         """
         version = self.weight_version
         return {request.future: request.completion(version) for request in self._inbox.unfinished()}
 
     def abort(self) -> None:
-        """Abort all unfinished requests without waiting; they end after the current step."""
+        """Abort all unfinished requests without waiting. They end after the current step."""
         self._inbox.abort()
 
     def _make_requests(
@@ -329,7 +338,7 @@ class NativeEngine(CausalModelEngine):
     # ---- a rollout group ------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Make the leader's steps until the batch is over; for a member of a rollout group.
+        """Make the leader's steps until the batch is over. Called on members of a rollout group.
 
         Raises:
             EngineError: this rank generated other tokens than the leader.
@@ -337,18 +346,20 @@ class NativeEngine(CausalModelEngine):
         """
         assert self._steps is not None and self.group is not None and not self.group.is_leader
         while True:
+            # A step that changes no requests is sent as None.
             message = self.group.receive(is_idle=True) or StepMessage()
             if isinstance(message, BatchEnd):
                 break
             if isinstance(message, NewWeights):
                 self._follow_new_weights(message)
             else:
+                # Returns when all requests have ended, to wait for further ones.
                 self._follow_requests(message)
         self._steps.require_same(message.checksum)
         self._steps.reset()
 
     def _follow_requests(self, first_step: StepMessage) -> None:
-        """Make the leader's steps until no request is left.
+        """Make the leader's steps until no request is left, in a generation of this rank.
 
         Args:
             first_step: the leader's first message.
@@ -415,13 +426,13 @@ class NativeEngine(CausalModelEngine):
             return
         self.abort()
         self._thread.finish()
-        # After a failed step the members do not listen any more.
+        # After a failed step the members wait for no further message.
         if not self._steps.has_failed:
             self.group.broadcast(BatchEnd(self._steps.checksum))
         self._steps.reset()
 
     def wanted_shards(self) -> Wanted:
-        """The shards of a group's rank, by the trainer's names."""
+        """The shards that this rank of a group needs, by the trainer's names."""
         assert self._shards is not None
         return self._shards.wanted_shards()
 
@@ -451,16 +462,19 @@ class NativeEngine(CausalModelEngine):
             WeightSyncError: the set is incomplete or does not fit the model.
         """
         self._require_idle("load_weights")
-        # A copy of the old weights is freed before the new ones arrive.
+        # Free the packed copy of the old weights before the new ones arrive.
         self._network = None
         if self._shards is not None:
             weights = self._shards.merge_adapter(dict(weights))
         super().load_weights(weights, version)
 
     def sleep(self) -> None:
-        """Free the packed weights, and a copy of the weights on an accelerator.
+        """Free the packed weights and, on an accelerator, the engine's own copy of the weights.
 
-        An engine at rest holds no KV cache.
+        There is no KV cache to free: an engine at rest holds none.
+
+        Raises:
+            RolloutError: responses are generated at this moment.
         """
         self._require_idle("sleep")
         super().sleep()
@@ -475,7 +489,16 @@ class NativeEngine(CausalModelEngine):
         self._thread.close()
 
     def _require_idle(self, action: str) -> None:
-        """Refuse an action while responses are generated, except as work between two steps."""
+        """Refuse an action while responses are generated, except as work between two steps.
+
+        Otherwise waits for the runner to end.
+
+        Args:
+            action: name of the called method, for the error.
+
+        Raises:
+            RolloutError: responses are generated.
+        """
         if self._is_between_steps:
             return
         num_unfinished = len(self._inbox.unfinished())
@@ -491,13 +514,16 @@ class NativeEngine(CausalModelEngine):
     # ---- the runner -----------------------------------------------------------------------------
 
     def _run_generation(self) -> None:
-        """Generate until no request is left; the runner."""
+        """Generate until there is neither a request nor work. This function is the runner.
+
+        An error goes to the futures of all requests, and of all work that was not done.
+        """
         try:
             max_cache_tokens = self.cache_memory.max_tokens(self.model.device)
             with self._new_generation(max_cache_tokens) as generation:
                 self._generate_all(generation)
         except BaseException as error:
-            # The callers wait for their futures, whatever thread this is, and get the error there.
+            # An Exception is not raised here: the callers get it from their futures.
             if self._steps is not None:
                 self._steps.has_failed = True
             self._inbox.fail(error)
@@ -516,15 +542,16 @@ class NativeEngine(CausalModelEngine):
                     request.joined(self.num_steps)
             if not goes_on:
                 break
-            # There may still be work, which the next round does.
+            # Without requests, only work is left, which the next round does.
             if scheduler.is_done:
                 continue
-            # Sent before the leader computes, because its layers wait for those of all ranks.
+            # Send the step before the leader computes it: each layer needs all ranks of the group.
             if self._steps is not None:
                 self._steps.send_step(
                     added, aborted, scheduler.max_cache_tokens, self.weight_version
                 )
-            # Counted before the step: callbacks of responses that end in it read the number.
+            # Count the step before it is made: callbacks of responses that end in it read the
+            # number.
             self.num_steps += 1
             with PhaseTimer.mark(f"step of version {self.weight_version}"):
                 generation.advance(aborted)
@@ -540,11 +567,13 @@ class NativeEngine(CausalModelEngine):
     def _do_work_between_steps(self, generation: Generation) -> None:
         """Do all submitted work. The generation goes on with the weights that the work has loaded.
 
+        If work fails, its future gets the error, which also ends the runner.
+
         Args:
             generation: the running generation.
         """
         while True:
-            # The callback may submit work, so it is called before each look for work.
+            # The callback may submit work, so call it before each look for work.
             if self.before_step is not None:
                 self.before_step(self.num_steps)
             work = self._inbox.next_work(partial(_requests_of, generation))
@@ -570,7 +599,7 @@ class NativeEngine(CausalModelEngine):
 
         Args:
             generation: the running generation.
-            keeps_cache: whether it keeps the KV cache of the older weights.
+            keeps_cache: whether unfinished responses keep the KV cache of the older weights.
         """
         steps = self._steps
         if steps is not None:
@@ -594,7 +623,7 @@ class NativeEngine(CausalModelEngine):
             self.model.eval()
             if self._recorder is not None:
                 self._recorder.is_on = True
-            # A worker thread begins with the default device.
+            # A new thread has the default device as its current one, so set the model's.
             with torch.inference_mode(), torch.cuda.device_of(next(self.model.parameters())):
                 network = self._current_network()
                 scheduler = Scheduler[GenerationRequest](
@@ -613,9 +642,9 @@ class NativeEngine(CausalModelEngine):
             self.model.train(was_training)
 
     def _current_network(self) -> Network:
-        """The network of the current parameters, made anew if they have changed."""
+        """Return the network of the current parameters, made anew if they have changed."""
         if self._network is None or self._network.state != state_of(self.model):
-            # Frees the packed copy of earlier weights before the next one is made.
+            # Free the packed copy of earlier weights before the next one is made.
             self._network = None
             if is_plain(self.model):
                 self._network = PlainNetwork(self.model, self.group)
@@ -625,7 +654,11 @@ class NativeEngine(CausalModelEngine):
 
 
 def _describe_graphs(setup: EngineSetup, model: PreTrainedModel) -> str:
-    """Say whether decode steps on a GPU become CUDA graphs, and if not, why."""
+    """Say whether decode steps on a GPU become CUDA graphs, and if not, why.
+
+    Returns:
+        Text that begins with a comma, to be appended to a description; "" on a CPU.
+    """
     if setup.device.type != "cuda":
         return ""
     obstacle = obstacle_to_graphs(model, setup.device, setup.dtype, setup.group)
@@ -644,7 +677,15 @@ def _requests_of(generation: Generation | None) -> list[GenerationRequest]:
 
 
 def _require_groups(model: PreTrainedModel, group: RolloutGroup) -> None:
-    """Refuse a model that cannot be sharded over a rollout group."""
+    """Refuse a model that cannot be sharded over a rollout group.
+
+    Args:
+        model: the model, which may be on "meta".
+        group: the rank's group.
+
+    Raises:
+        RolloutError: the model is not a plain decoder for text without experts.
+    """
     has_images = ImageTokens.of(model.config) is not None
     if is_plain(model) and not has_images and not any(mixtures(model)):
         return
@@ -659,7 +700,17 @@ def _require_groups(model: PreTrainedModel, group: RolloutGroup) -> None:
 def _require_places(
     where: str, prompt: Prompt, images: Images, image_tokens: ImageTokens | None
 ) -> None:
-    """Raise a RolloutError unless the prompt has a token for each embedding of its images."""
+    """Check that a prompt has a token for each embedding of its images.
+
+    Args:
+        where: the prompt, for the error.
+        prompt: token ids.
+        images: images of the prompt.
+        image_tokens: the model's tokens for images; None: the model reads no images.
+
+    Raises:
+        RolloutError: the model reads no images, or the prompt has too few tokens for them.
+    """
     if image_tokens is None:
         expected = "text: the model is not a vision-language model"
         raise RolloutError(where, got="images", expected=expected)

@@ -48,8 +48,7 @@ from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, StopString
 if HAS_TRITON:
     from quadriga.rollout.native.kernels_triton import draw
 
-# Tokens of a response that the KV cache has room for at first, and that are added when the cache is
-# nearly full.
+# Room of the KV cache for the tokens of each response: at first, and added when memory is scarce.
 _FIRST_ROOM = 64
 _NEXT_ROOM = 16
 # Unused prefixes are dropped from the KV cache if at most this share is in use.
@@ -60,11 +59,11 @@ _USED_SHARE = 0.5
 class ImagePrefix:
     """A prompt with images, and the response so far.
 
-    Prefixes are equal if their tokens and their `Images.key` are.
+    Two of them are equal if they have the same tokens and the same images, compared by key.
 
     Attributes:
-        tokens: token ids of both.
-        key: `Images.key`.
+        tokens: token ids of the prompt and of the response so far.
+        key: `Images.key`, equal for equal images.
         images: images of the prompt.
     """
 
@@ -96,10 +95,13 @@ class ImagePrefix:
 
 @dataclass(frozen=True)
 class OlderPrefix:
-    """A prefix whose KV cache is from older weights. Requests that start later do not use it."""
+    """A prefix whose KV cache is from older weights.
+
+    It is not equal to the plain prefix, so that requests that start later do not share its cache.
+    """
 
     prefix: "tuple[int, ...] | ImagePrefix"
-    version: int
+    version: int  # version of the older weights
 
     def __len__(self) -> int:
         return len(self.prefix)
@@ -127,7 +129,12 @@ class GenerationRequest:
         images: images of the prompt.
 
     Attributes:
-        routes: [tokens, L, k] experts of the prefix's tokens, then of one token each.
+        prefix: the tokens that a prefill computes; see the head of this file.
+        token_ids: the response so far; `log_probs`, `versions` and `sampling_log_probs` have a
+            value for each of its tokens.
+        routes: experts of the tokens in the KV cache: [tokens, L, k] of the prefix, then [1, L, k]
+            of each token behind it.
+        finish_reason: why the response has ended; None: it has not.
         is_aborted: whether the request was aborted.
         joined: called when the request joins a batch, with the number of steps before that.
         times: when the request arrived, and each time it was admitted, in seconds since 1970.
@@ -170,7 +177,7 @@ class GenerationRequest:
 
     @property
     def num_left(self) -> int:
-        """Most tokens that may follow the prefix in the KV cache.
+        """Most tokens that may follow the prefix in the KV cache, at least 1.
 
         The last token of a response is never written to it, because nothing attends to that token.
         """
@@ -179,20 +186,20 @@ class GenerationRequest:
 
     @property
     def num_written(self) -> int:
-        """Tokens behind the prefix that are in the KV cache.
+        """Number of tokens behind the prefix that are in the KV cache.
 
-        These are all except the latest one, which the next step writes.
+        The latest token is not: the next step writes it.
         """
         num_tokens = len(self.prompt) + len(self.token_ids)
         return max(0, num_tokens - len(self.prefix) - 1)
 
     def add(self, token: int, log_prob: float, sampling_log_prob: float) -> None:
-        """Append a token, and note whether the response ends with it.
+        """Append a token, and set `finish_reason` if the response ends with it.
 
         Args:
             token: id of the token.
-            log_prob: its log-probability before top-k, top-p and min-p.
-            sampling_log_prob: its log-probability after these filters.
+            log_prob: log-probability of the token before top-k, top-p and min-p.
+            sampling_log_prob: log-probability of the token after these filters.
 
         Raises:
             RolloutError: the log-probability is not finite.
@@ -214,9 +221,9 @@ class GenerationRequest:
             self.finish_reason = "length"
 
     def continue_from(self, earlier: Completion) -> None:
-        """Continue a response that was aborted.
+        """Continue a response that was aborted, with a prefill of its tokens.
 
-        The random numbers are those that the response would have had without the abort.
+        Later tokens get the random numbers that they would have got without the abort.
 
         Args:
             earlier: the aborted response.
@@ -231,12 +238,13 @@ class GenerationRequest:
         self.reset_prefix()
 
     def completion(self, weight_version: int) -> Completion:
-        """Make the completion of the response so far. An unfinished one is reported as aborted.
+        """Make the completion of the response so far; an unfinished response counts as aborted.
 
         Args:
             weight_version: version of the current weights.
         """
-        # A request that was aborted before it was admitted has only the first time.
+        # A request that was aborted before it was admitted has only one time; NaN: it was not
+        # admitted.
         arrived_at, first_admitted_at, *_ = (*self.times, math.nan)
         return Completion(
             token_ids=list(self.token_ids),
@@ -266,9 +274,12 @@ class Generation:
         recorder: records the experts of each token, for the requests' `routes`.
 
     Attributes:
+        prefixes: KV cache of the prefixes.
+        responses: KV cache of the responses; slot r is row r.
         plan: attention of the current slots; None: the slots have changed since the last step.
         rules: sampling of the current slots, made together with `plan`.
-        routes: experts of the tokens of each prefix in the KV cache.
+        routes: experts of the tokens of each prefix in the KV cache, [tokens, L, k].
+        graphs: CUDA graphs of decode steps; None: decode steps are computed without graphs.
     """
 
     def __init__(
@@ -291,15 +302,20 @@ class Generation:
         self._set_network(network, weight_version)
 
     def _set_network(self, network: Network, weight_version: int) -> None:
-        """Compute with a network from now on; the plan and the graphs of the old one are dropped."""
+        """Compute with a network from now on, and drop plan and graphs of the old network.
+
+        Args:
+            network: the model with the new weights.
+            weight_version: version of these weights.
+        """
         self.network = network
         self.weight_version = weight_version
         self.plan: AnyDecodePlan | None = None
         self.graphs: GraphedSteps | None = None
         model = network.model
-        if self.uses_graphs and not obstacle_to_graphs(
-            model, network.device, model.dtype, network.group
-        ):
+        # The reason why steps cannot be graphs; "" if they can.
+        obstacle = obstacle_to_graphs(model, network.device, model.dtype, network.group)
+        if self.uses_graphs and not obstacle:
             self.graphs = GraphedSteps(network)
 
     def advance(self, aborted: Collection[GenerationRequest] = ()) -> None:
@@ -324,15 +340,16 @@ class Generation:
         """Continue with newer weights.
 
         Args:
-            network: the model with these weights.
-            weight_version: their version.
-            keeps_cache: whether running requests go on with the KV cache of the older weights;
-                otherwise it is computed anew.
+            network: the model with the newer weights.
+            weight_version: version of the newer weights.
+            keeps_cache: whether running requests go on with the KV cache of the older weights.
+                Otherwise they are preempted, and a prefill computes all of their tokens anew.
         """
         older_version = self.weight_version
         running = self.scheduler.running
         self._set_network(network, weight_version)
         if not keeps_cache:
+            # From the last slot to the first, so that they wait in the order of their slots.
             while running:
                 self.scheduler.preempt().reset_prefix()
             self.prefixes = PrefixCache()
@@ -352,22 +369,25 @@ class Generation:
             request.prefix = marked[request.prefix]
 
     def _end_request(self, slot: int) -> None:
-        """End the request of a slot. The request of the last slot takes its place."""
+        """End the request of a slot. The request of the last slot moves to this slot."""
         running = self.scheduler.running
         request = running[slot]
         last = self.scheduler.finish(slot)
         if last != slot:
             self.responses.move(last, slot, running[slot].num_written)
         self.plan = None
-        # Last, because callbacks of the caller run in it.
+        # This comes last, because callbacks of the caller run in it.
         request.resolve(self.weight_version)
 
     def _admit(self) -> None:
-        """Start waiting requests: prefill of their prefixes, and the first token of each."""
+        """Start waiting requests: prefill of their prefixes, and the first token of each.
+
+        Does nothing if the scheduler starts none.
+        """
         running = self.scheduler.running
         num_before = len(running)
 
-        # All slots have the same room, so new ones get at least that of the running ones.
+        # All slots have the same room, so new slots get at least the room of the running ones.
         candidates = self.scheduler.waiting[: self.scheduler.max_num_seqs]
         room = min(_FIRST_ROOM, max(request.num_left for request in candidates))
         if running:
@@ -378,7 +398,7 @@ class Generation:
         admitted_at = time.time()
         for request in started:
             request.times.append(admitted_at)
-        # Tokens of the longest response that is in the KV cache already.
+        # Tokens of the longest response in the KV cache, which the resized memory must keep.
         length = max((request.num_written for request in running[:num_before]), default=0)
         # The requests that have started may need less room than the candidates.
         room = max(min(room, self._max_room()), length)
@@ -400,13 +420,13 @@ class Generation:
         self._sample_first_tokens(started, num_before)
 
     def _sample_first_tokens(self, started: Sequence[GenerationRequest], first: int) -> None:
-        """Sample the first token of each slot that starts, from the last hidden state of its prefix.
+        """Sample the first token of new slots, from the last hidden states of their prefixes.
 
         Logits are computed once for each prefix, however many samples share it.
 
         Args:
-            started: the requests that start.
-            first: their first slot.
+            started: the requests that start, in the order of their slots.
+            first: slot of the first of them.
         """
         # On the host, because `unique` waits for the device.
         places = torch.tensor(self._prefix_places(started))
@@ -428,20 +448,23 @@ class Generation:
         self.routes = {prefix: routes for prefix, routes in self.routes.items() if prefix in needed}
 
     def _prefill(self, prefixes: Sequence[Prefix]) -> PrefixCache:
-        """Compute the KV cache of new prefixes, in rounds of at most `max_num_batched_tokens` tokens.
+        """Compute the KV cache of new prefixes, in rounds of at most `max_num_batched_tokens`.
+
+        Also adds the prefixes to `routes` if there is a recorder.
 
         Args:
             prefixes: the prefixes.
 
         Returns:
-            Their cache, with the hidden state of the last token of each.
+            A cache of these prefixes, with the last hidden state of each.
 
         Raises:
             RolloutError: a layer has no KV cache.
         """
         cache = PrefixCache(prefixes)
         last_hidden = []
-        # `buckets` groups indices of prefixes by their number of tokens, in place of bytes.
+        # `buckets` makes lists of consecutive indices that have at most so many tokens together. It
+        # is written for bytes; here it counts tokens.
         rounds = buckets(
             range(len(prefixes)),
             num_bytes=cache.lengths.__getitem__,
@@ -479,8 +502,8 @@ class Generation:
             prefixes: the prefixes.
 
         Returns:
-            Tokens [1, N]; their positions, [1, N], or [3, 1, N] if a prefix has images; and the
-            images, None if there are none.
+            Token ids [1, N]; positions of the tokens, [1, N], or [3, 1, N] if a prefix has images;
+            and the images, None if there are none.
         """
         tokens = []
         axis_positions = []  # [3, tokens] of each prefix
@@ -498,6 +521,7 @@ class Generation:
                 axis_positions.append(torch.arange(len(prefix)).expand(3, -1))
             tokens += prefix
         positions = torch.cat(axis_positions, 1)
+        # For text, all three axes have the same positions.
         positions = positions[:, None] if images else positions[:1]
         packed = torch.tensor([tokens], device=self.device)
         return packed, positions.to(self.device), packed_images(images, self.device)
@@ -512,11 +536,13 @@ class Generation:
         longest = max(request.num_written for request in self.scheduler.running)
         if longest >= self.responses.room:
             self._make_room(longest)
+        # The slots of this step: `_make_room` may have preempted requests.
         requests = self.scheduler.running
         written = [request.num_written for request in requests]
 
         # Plan and rules stay valid until a slot starts or ends.
         if self.plan is None or self.rules is None:
+            # Dropping copies the used prefixes, so it has to save enough memory.
             num_used = len({request.prefix for request in requests})
             if num_used <= _USED_SHARE * len(self.prefixes.prefixes):
                 self._drop_unused_prefixes()
@@ -528,7 +554,7 @@ class Generation:
         # The latest token of each slot is the input of the step.
         tokens = [request.token_ids[-1] for request in requests]
         logits = self.graphs.logits(self.plan, tokens, written) if self.graphs else None
-        # There are no graphs, or none for the current memory yet.
+        # None: there are no graphs, or none for the current memory yet.
         if logits is None:
             positions = self.plan.start_step(written)
             inputs = torch.tensor(tokens, device=self.device)[:, None]
@@ -540,7 +566,7 @@ class Generation:
         self._sample(logits, self.rules, 0)
 
     def _make_room(self, longest: int) -> None:
-        """Make room for one more token of every slot; preempt requests if the KV cache is full.
+        """Make room for one more token of every slot. Preempts requests if the KV cache is full.
 
         Args:
             longest: tokens of the longest response in the KV cache.
@@ -551,7 +577,7 @@ class Generation:
         room = min(max_room, 2 * longest)
         if not self.scheduler.fits(room):
             room = min(max_room, longest + _NEXT_ROOM)
-        # A single request may exceed the limit, or it could never finish.
+        # A single request may exceed the limit: otherwise it could never finish.
         while not self.scheduler.fits(room) and len(running) > 1:
             self.scheduler.preempt().reset_prefix()
             longest = max(request.num_written for request in running)
@@ -564,9 +590,9 @@ class Generation:
         """Sample a token of each slot from `first` on, and end the requests that are finished.
 
         Args:
-            logits: [slots, V] float32.
+            logits: [slots, V] float32, which may be overwritten.
             rules: how each of these slots is sampled.
-            first: the first of them.
+            first: the first of these slots.
         """
         running = self.scheduler.running
         requests = running[first:]
@@ -577,8 +603,8 @@ class Generation:
             row[:] = request.draws.next()
         uniforms = draws.to(self.device, non_blocking=True)
 
-        # Token, log-prob and sampling log-prob, [slots, 3]. Float64 holds all three exactly, so the
-        # host waits for the device only once.
+        # Token, log-prob and sampling log-prob, [slots, 3]. Float64 holds all three exactly, so a
+        # single tensor brings them to the host, which waits for the device only once.
         if rules.has_no_filters and can_launch_triton(self.device):
             results = draw(logits, rules.temperature, rules.is_greedy, uniforms)
         else:
@@ -588,7 +614,8 @@ class Generation:
             token, log_prob, sampling_log_prob = numbers
             request.add(int(token), log_prob, sampling_log_prob)
             request.versions.append(self.weight_version)
-        # Backwards, because ending a request moves the one of the last slot.
+        # From the last slot to the first: the end of a request moves the request of the last slot,
+        # which has been looked at already, to this slot.
         for slot in reversed(range(first, len(running))):
             if running[slot].finish_reason is not None:
                 self._end_request(slot)

@@ -39,15 +39,18 @@ _HOST_ROPES = ("dynamic", "longrope")
 def obstacle_to_graphs(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype, group: RolloutGroup | None
 ) -> str:
-    """Why the steps of a model cannot be graphs; "" if they can.
+    """Say why decode steps of a model cannot be CUDA graphs.
 
-    A captured step neither waits for the device nor needs work of the host.
+    A step that is captured must neither wait for the device nor compute on the host.
 
     Args:
         model: the model; it may be on "meta".
         device: device that computes.
         dtype: dtype of the weights.
         group: the ranks that hold the model together; None: this process holds all of it.
+
+    Returns:
+        The reason, to be printed in parentheses; "" if steps can be graphs.
     """
     if device.type != "cuda":
         return f"they are for CUDA, not for {device.type}"
@@ -77,11 +80,12 @@ class Graph:
         num_rows: R.
 
     Attributes:
-        state: [5, R] int64, inputs on the device: tokens, positions, tokens of the response in the
-            cache; place and length of the prefix.
-        host: [3, R], pinned copy of the first three rows of `state`. It may be written once the
-            tokens of the step before are known, since its transfer has then ended.
-        arranged: the plan whose slots are in the buffers.
+        state: [5, R] int64, inputs on the device. For each row: last token, its position, number
+            of response tokens in the cache; place of the prefix in the prefix cache, length of the
+            prefix.
+        host: [3, R], pinned copy of the first three rows of `state`. It may be written again once
+            the tokens of the step before are known, because its transfer has then ended.
+        arranged: the plan of the slots whose prefixes are in the buffers now.
         logits: [R, V], output of the last replay.
     """
 
@@ -109,14 +113,18 @@ class Graph:
             self.arranged = plan
         starts = zip(plan.first_positions, written, strict=True)
         positions = [first + count for first, count in starts]
+        # Rows without a request compute token 0, and nobody reads their logits.
         self.host.zero_()
         self.host[:, : len(tokens)] = torch.tensor([tokens, positions, written])
         self.state[:3].copy_(self.host, non_blocking=True)
 
     def capture(self, pool: tuple[int, int] | None) -> None:
-        """Record the step, in memory of `pool` if there is one.
+        """Record the step whose inputs were loaded.
 
-        The step is computed once before, on what was loaded; the replay writes the same again.
+        Before that, the step is computed once. A replay writes the same numbers to the cache again.
+
+        Args:
+            pool: memory pool of another graph, to be shared; None: a pool of its own.
         """
         # Libraries set themselves up at their first call, which must not be captured.
         warmup_stream = torch.cuda.Stream()
@@ -143,8 +151,9 @@ class GraphedSteps:
         network: the model.
 
     Attributes:
-        memory: the tensors of the KV cache.
-        num_steps: steps on this memory.
+        graphs: the graphs that were captured on `memory`.
+        memory: weak references to the tensors of the KV cache at the last step.
+        num_steps: number of steps on this memory.
     """
 
     def __init__(self, network: Network) -> None:
@@ -156,7 +165,7 @@ class GraphedSteps:
     def logits(
         self, plan: AnyDecodePlan, tokens: Sequence[int], written: Sequence[int]
     ) -> torch.Tensor | None:
-        """Compute a step by a graph.
+        """Compute a step by a graph, which is captured first if there is none.
 
         Args:
             plan: the plan of the current slots.
@@ -170,8 +179,8 @@ class GraphedSteps:
         prefixes = plan.prefixes
         responses = plan.responses
         caches = (*prefixes.keys, *prefixes.values, *responses.keys, *responses.values)
-        # New memory is in new tensors, on all ranks of a group. On some ranks it may be at the
-        # addresses of the old one.
+        # Compare tensors and not addresses: all ranks of a group must notice new memory, which on
+        # some ranks may have the addresses of the old one.
         are_same = len(caches) == len(self.memory)
         if not are_same or any(
             memory() is not states for memory, states in zip(self.memory, caches, strict=True)
@@ -197,11 +206,13 @@ class GraphedSteps:
             tokens: last token of each slot.
             written: response tokens of each slot in the KV cache.
         """
-        # A larger graph would fit, too, but wastes rows as responses end.
+        # Number of slots, rounded up to a power of two. A graph of more rows would fit, too, but
+        # wastes rows.
         max_rows = min(1 << (len(tokens) - 1).bit_length(), plan.responses.capacity)
         fitting = []
         for graph in self.graphs:
             fits = len(tokens) <= graph.num_rows <= max_rows
+            # A `DecodePlan` also needs cells for the largest group.
             if fits and graph.plan.group_size >= plan.group_size:
                 fitting.append(graph)
         if fitting:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages by which all ranks of a rollout group make the same steps.
 
-Before each step the leader sends a message: the requests that are added and those that were
-aborted, or that newer weights are used from here on. All ranks number the requests alike. The ranks
-compare a checksum of their tokens at each change of weights, and when the batch is over.
+Before each step the leader sends a message: `StepMessage` with the requests that are added or
+aborted, or `NewWeights` before the first step with newer weights. All ranks number the requests in
+the same way. The ranks compare a checksum of their tokens at each change of weights, and when the
+batch is over.
 """
 
 import zlib
@@ -16,18 +17,18 @@ from quadriga.rollout.native.generation import GenerationRequest
 
 
 class NewRequest(NamedTuple):
-    """A request, and the response that it continues."""
+    """A request as it is sent to members: the arguments of `GenerationRequest`."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     images: Images | None
-    earlier: Completion | None
+    earlier: Completion | None  # aborted response that the request continues
 
 
 class StepMessage(NamedTuple):
-    """Message: make a step, after adding some requests and dropping others.
+    """Message: make a step, after adding some requests and ending others.
 
-    A step that changes no requests is sent as None.
+    A step that changes no requests is sent as None, the shortest message.
 
     Attributes:
         added: new requests.
@@ -61,13 +62,13 @@ class BatchEnd(NamedTuple):
 
 
 class GroupSteps:
-    """The steps of a batch, seen from one rank of the group.
+    """The requests of a batch on one rank of the group, and the checksum of their tokens.
 
     Args:
         group: the rank's group.
 
     Attributes:
-        requests: unfinished requests by number.
+        requests: requests by number; finished ones until `add_finished_to_checksum`.
         checksum: checksum of the tokens of finished requests.
         has_failed: on the leader, whether a step failed. A step fails on all ranks, so the members
             do not wait for messages any more.
@@ -85,12 +86,16 @@ class GroupSteps:
         self._num_requests = 0
 
     def add(self, requests: Collection[GenerationRequest]) -> None:
-        """Number new requests."""
+        """Give the next numbers to new requests."""
         self.requests |= enumerate(requests, start=self._num_requests)
         self._num_requests += len(requests)
 
     def add_finished_to_checksum(self, unfinished: Iterable[GenerationRequest] = ()) -> None:
-        """Add the tokens of all finished requests to the checksum, and forget these requests."""
+        """Add the tokens of all finished requests to the checksum, and forget these requests.
+
+        Args:
+            unfinished: the requests that are not finished; all others are.
+        """
         unfinished_ids = {id(request) for request in unfinished}
         # In the order of the numbers, which is the same on all ranks.
         for number, request in list(self.requests.items()):
@@ -106,18 +111,18 @@ class GroupSteps:
         max_cache_tokens: int | None,
         weight_version: int,
     ) -> None:
-        """Send the leader's next step to the members, which make the same one.
+        """Send the leader's next step to the members, which make the same step.
 
         Args:
             added: new requests.
             aborted: aborted requests.
-            max_cache_tokens: the leader's limit. With it the members preempt where the leader does,
-                however much memory each has free.
+            max_cache_tokens: the leader's limit of the KV cache. With the same limit, members
+                preempt the same requests as the leader, however much memory each of them has.
             weight_version: version of the weights.
         """
         self.add(added)
         if not (added or aborted):
-            # The shortest message is for the most frequent case.
+            # The most frequent case.
             self.group.broadcast(None)
             return
         new_requests = []
@@ -132,5 +137,12 @@ class GroupSteps:
         self.group.broadcast(StepMessage(new_requests, aborted_numbers, max_cache_tokens))
 
     def require_same(self, checksum: int) -> None:
-        """Raise an EngineError unless this rank generated the leader's tokens."""
+        """Check that this rank generated the same tokens as the leader.
+
+        Args:
+            checksum: checksum of the leader's tokens.
+
+        Raises:
+            EngineError: the tokens differ.
+        """
         require_same_tokens(self.group, "native", checksum=self.checksum, leader_checksum=checksum)

@@ -31,10 +31,10 @@ class Work(NamedTuple):
 
 
 class Inbox:
-    """Requests and work that wait for the runner, and the requests that it has.
+    """Requests and work that wait for the runner, and the requests that the runner has.
 
     Attributes:
-        taken: requests that the runner has, in the order in which they go on; some may be done.
+        taken: requests that the runner has, running ones first; some may be done.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,8 @@ class Inbox:
             work: new work.
 
         Returns:
-            Whether this caller, and nobody else, has to start a runner.
+            Whether the caller has to start a runner. Only one caller is told so until that runner
+            ends.
         """
         with self._lock:
             self._new += requests
@@ -70,15 +71,15 @@ class Inbox:
             scheduler: the scheduler of the runner.
 
         Returns:
-            The new requests, the aborted ones, and whether there is anything to do. If not, the
-            caller is no longer the runner.
+            The new requests, the aborted requests, and whether there are requests or work. If not,
+            the caller is no longer the runner.
         """
         with self._lock:
             added = self._new
             self._new = []
             scheduler.add(added)
             self.taken = [*scheduler.running, *scheduler.waiting]
-            # Decided under the lock: if the runner ends, whoever calls `put` next starts a new one.
+            # Under the lock, so that the next caller of `put` starts a runner if this one ends.
             self._has_runner = bool(self._work) or not scheduler.is_done
             # A caller that has cancelled its future does not wait any more.
             aborted = [
@@ -95,7 +96,8 @@ class Inbox:
             requests: returns the runner's unfinished requests. They become `taken`, because the
                 work may call `unfinished`.
         """
-        # Only the runner takes work, so seeing that there is none needs no lock.
+        # Without the lock, because only the runner removes work. Work that is added meanwhile is
+        # found in the next round.
         if not self._work:
             return None
         with self._lock:
@@ -119,7 +121,7 @@ class Inbox:
                 request.is_aborted = True
 
     def fail(self, error: BaseException) -> None:
-        """Empty the inbox after the runner has failed. All callers get the error from their futures.
+        """Empty the inbox after the runner has failed, and give the error to all callers' futures.
 
         Args:
             error: the runner's error.
@@ -142,16 +144,16 @@ class Inbox:
 
 
 class RunnerThread:
-    """Thread for runners that must not block a caller. It starts with the first of them."""
+    """Thread for runners that must not block a caller. It is started with the first runner."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
         self._turn: Future[None] | None = None
 
     def start(self, run: Callable[[], None]) -> None:
-        """Run a function in the thread, after the function before it has returned."""
+        """Run a function in the thread, after the function that was started before it."""
         if self._executor is None:
-            # torch's number of threads is a setting of each thread.
+            # In torch, each thread has its own number of threads: use that of the caller.
             set_threads = partial(torch.set_num_threads, torch.get_num_threads())
             self._executor = ThreadPoolExecutor(1, "native", initializer=set_threads)
         self._turn = self._executor.submit(run)

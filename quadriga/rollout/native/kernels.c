@@ -49,15 +49,17 @@ INLINE bits pairs(const uint16_t *from)
     return values;
 }
 
+/* Of 32 bfloat16 numbers, those at even and at odd places, as float32: a bfloat16 is the upper half of a float32. */
 INLINE lanes even(const uint16_t *from) { return (lanes)(pairs(from) << 16); }
 INLINE lanes odd(const uint16_t *from) { return (lanes)(pairs(from) & 0xffff0000u); }
 
+/* `first` where all bits of `is_first` are set, `second` where none is. */
 INLINE lanes choose(bits is_first, lanes first, lanes second)
 {
     return (lanes)(((bits)first & is_first) | ((bits)second & ~is_first));
 }
 
-/* To the nearest bfloat16, ties to even; what is no number stays none. */
+/* To the nearest bfloat16, ties to even; NaN stays NaN. */
 INLINE halves rounded(lanes values)
 {
     bits raw = (bits)values, near = raw + 0x7fffu + (raw >> 16 & 1u);
@@ -75,6 +77,7 @@ INLINE lanes read(const void *from, long at, int is_half)
     return (lanes)(__builtin_convertvector(values, bits) << 16);
 }
 
+/* 16 numbers to place `at` of a tensor in bfloat16 or float32. */
 INLINE void write(void *to, long at, lanes values, int is_half)
 {
     halves near = rounded(values);
@@ -84,6 +87,7 @@ INLINE void write(void *to, long at, lanes values, int is_half)
         store((float *)to + at, values);
 }
 
+/* Four sums of four numbers each, which together are the sum of all 16. */
 INLINE four quarters(lanes x)
 {
     four parts[4];
@@ -91,7 +95,7 @@ INLINE four quarters(lanes x)
     return (parts[0] + parts[2]) + (parts[1] + parts[3]);
 }
 
-/* The sums over four times 16 numbers. */
+/* The sum of a, of b, of c and of d. */
 INLINE four totals(lanes a, lanes b, lanes c, lanes d)
 {
     const places first = {0, 4, 1, 5}, second = {2, 6, 3, 7}, low = {0, 1, 4, 5}, high = {2, 3, 6, 7};
@@ -115,7 +119,7 @@ INLINE float greatest(lanes x)
     return most;
 }
 
-/* exp of numbers up to 0, to 2e-7 of the result; 0 below -87; what is no number stays none. The power of two is split
+/* exp of numbers up to 0, to 2e-7 of the result; 0 below -87; NaN stays NaN. The power of two is split
    off by adding 1.5 * 2**23, which leaves whole numbers; the polynomial is that of Cephes (expf). */
 INLINE lanes exponential(lanes x)
 {
@@ -132,14 +136,16 @@ INLINE lanes exponential(lanes x)
     return choose((bits)(x == x), scaled, x);
 }
 
-/* The nearest number that the tensor can hold. */
+/* The nearest numbers that a tensor in bfloat16 or float32 can hold, as float32. */
 INLINE lanes held(lanes values, int is_half)
 {
     return is_half ? (lanes)(__builtin_convertvector(rounded(values), bits) << 16) : values;
 }
 
-/* ---- tiles: `rows` is a constant where they are compiled, so a row too many leaves nothing behind ---- */
+/* ---- tiles ---- */
 
+/* A statement for each of MOST_ROWS rows. In a function that is compiled for a constant number of `rows`, the compiler
+   drops the statements of further rows. The sums of row r are s<r>0 to s<r>3, one for each column. */
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
 #define START(r) lanes s##r##0 = {0}, s##r##1 = {0}, s##r##2 = {0}, s##r##3 = {0};
 #define ADD(r) \
@@ -159,9 +165,10 @@ struct product {
     long first, num_outputs;    /* where the columns of a weight begin in `out`, and how many it has from all weights */
     int is_half;                /* whether `out` is bfloat16 */
     int num_threads;
-    float *room;                /* [R, D] */
+    float *room;                /* [R, D]: the rows as float32, reordered by `multiply` */
 };
 
+/* Add the bias to the sums of four columns, and store them at place `at` of `out`. */
 INLINE void finish(void *out, long at, four sums, const uint16_t *bias, int is_half)
 {
     if (bias)
@@ -180,6 +187,7 @@ INLINE void finish(void *out, long at, four sums, const uint16_t *bias, int is_h
         memcpy((float *)out + at, &sums, sizeof sums);
 }
 
+/* The products of some rows with four columns. */
 INLINE void product_tile(const int rows, const struct product *p, void *out, long row, long column,
                          const uint16_t *weight, const uint16_t *bias)
 {
@@ -243,17 +251,19 @@ struct decode {
     int num_threads;
 };
 
-/* What a few queries of one row have seen so far. */
+/* Online softmax of a few queries of one row (query heads that share a key-value head), over the keys so far. */
 struct sight {
-    float *mixed;                          /* [rows, D] values, not yet divided */
-    float most[MOST_ROWS], sum[MOST_ROWS]; /* greatest score, sum of exponentials below it */
+    float *mixed;                          /* [rows, D] sum of exp(score - most) * value, not yet divided by `sum` */
+    float most[MOST_ROWS], sum[MOST_ROWS]; /* greatest score, and sum of exp(score - most) */
 };
 
+/* Consecutive tokens of a KV cache. */
 struct stretch {
     const float *keys, *values; /* [num, D] */
     long num;
 };
 
+/* The scores of some queries for four keys. */
 INLINE void score_tile(const int rows, float *scores, const float *left, const float *const keys[COLUMNS], long size)
 {
     const float *k0 = keys[0], *k1 = keys[1], *k2 = keys[2], *k3 = keys[3];
@@ -273,7 +283,7 @@ INLINE void score_tile(const int rows, float *scores, const float *left, const f
     EACH_ROW(KEEP)
 }
 
-/* 16 or 64 columns of the values of `num` tokens, added in the shares of each row. */
+/* Add 16 or (`is_wide`) 64 columns of the values of `num` tokens to `mixed`, weighted by the shares of each query. */
 INLINE void mix_tile(const int rows, const int is_wide, float *mixed, const float *shares, const float *values,
                      long num, long size)
 {
@@ -313,7 +323,8 @@ INLINE void mix_tile(const int rows, const int is_wide, float *mixed, const floa
     EACH_ROW(GIVE)
 }
 
-/* Scores become shares, and what was seen before is brought to the same greatest score. */
+/* Turn the scores of `num` further tokens into shares exp(score - most), and rescale the sums so far to the new
+   greatest score. */
 INLINE void weigh(struct sight *seen, int row, float *scores, long num, long size, float softcap)
 {
     const long padded = (num + LANES - 1) / LANES * LANES;
@@ -342,6 +353,7 @@ INLINE void weigh(struct sight *seen, int row, float *scores, long num, long siz
         store(seen->mixed + row * size + at, load(seen->mixed + row * size + at) * factor);
 }
 
+/* Continue the online softmax over the tokens of `left`, then over those of `next`, BLOCK tokens at a time. */
 INLINE void look(const int rows, struct sight *seen, const float *queries, struct stretch left, struct stretch next,
                  long size, float softcap)
 {
@@ -381,7 +393,8 @@ void attend(const struct decode *step, void *out, const void *query, const void 
         const long own = (row * heads + head) * step->own_room * size, written = step->num_written[row];
         const long prefix = (step->prefix_of[row] * heads + head) * step->prefix_room * size;
         const long length = step->prefix_length[row], before = length + written + 1 - step->window;
-        const long out_of_sight = step->window > 0 && before > 0 ? before : 0; /* keys before the window */
+        /* Keys before the window: first those of the prefix (`left_out`, in numbers), then those of the response. */
+        const long out_of_sight = step->window > 0 && before > 0 ? before : 0;
         const long left_out = (out_of_sight < length ? out_of_sight : length) * size;
         const long own_left_out = own + out_of_sight * size - left_out;
         const struct stretch shared = {prefix_keys + prefix + left_out, prefix_values + prefix + left_out,

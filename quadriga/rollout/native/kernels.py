@@ -37,7 +37,7 @@ _COMPILERS = ("gcc", "cc")
 
 # Sizes must be multiples of these; see kernels.c.
 _COLUMNS = 4  # outputs of a product
-_PAIR = 32  # bfloat16 numbers that one instruction reads
+_PAIR = 32  # bfloat16 numbers of a vector: two vectors of float32
 _LANES = 16  # float32 numbers of a vector
 
 
@@ -52,11 +52,12 @@ _POINTER = ctypes.c_void_p
 
 
 def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
-    """Fields of one type, as ctypes takes them."""
+    """Fields of a structure with the same type, as pairs of name and type for ctypes."""
     return [(name, kind) for name in names]
 
 
-# These structures have the fields of those in kernels.c, in the same order.
+# These structures have the same fields as `product` and `decode` of kernels.c, which documents
+# them, in the same order.
 class _Product(ctypes.Structure):
     _fields_ = (
         *_fields(_LONG, "num_rows", "size", "first", "num_outputs"),
@@ -87,8 +88,8 @@ class SlotPlaces(NamedTuple):
 
     Attributes:
         prefix_of: index of the slot's prefix in the prefix cache.
-        prefix_length: number of tokens of that prefix.
-        num_written: number of response tokens in the response cache.
+        prefix_length: number of tokens of the prefix.
+        num_written: number of response tokens that are in the response cache before the step.
     """
 
     prefix_of: Tensor
@@ -140,7 +141,7 @@ class Kernels:
     def multiply(
         self, states: Tensor, weights: Tensors, biases: Tensors | None, dtype: torch.dtype
     ) -> Tensor:
-        """Product of a few rows with several weights, the outputs side by side.
+        """Multiply a few rows with several weights, with the outputs side by side.
 
         Args:
             states: [R, D] bfloat16, contiguous.
@@ -154,7 +155,7 @@ class Kernels:
         num_rows, size = states.shape
         _require_layout(states, torch.bfloat16, num_rows, size)
         out = torch.empty(num_rows, sum(len(weight) for weight in weights), dtype=dtype)
-        room = torch.empty(num_rows, size)  # in which the loop reorders the rows
+        room = torch.empty(num_rows, size)  # scratch memory, in which the loop reorders the rows
 
         product = _Product(
             num_rows=num_rows,
@@ -188,7 +189,7 @@ class Kernels:
         places: SlotPlaces,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Attention of one new token per slot over the slot's prefix and response.
+        """Compute attention of one new token per slot over the slot's prefix and response.
 
         The new token's key and value are first written to `own`, where slot r is row r.
 
@@ -249,7 +250,7 @@ class Kernels:
         return out
 
     def normalize(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Root-mean-square norm over the last dimension, times `weight`.
+        """Compute the root-mean-square norm over the last dimension, times `weight`.
 
         Args:
             states: [..., D] bfloat16 or float32.
@@ -278,7 +279,7 @@ class Kernels:
     def add_and_normalize(
         self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """Sum of two tensors, and the root-mean-square norm of the sum.
+        """Add two tensors, and compute the root-mean-square norm of the sum, times `weight`.
 
         Args:
             states: [..., D] bfloat16 or float32.
@@ -336,33 +337,33 @@ class Kernels:
 
 
 def with_contiguous_rows(states: Tensor) -> Tensor:
-    """Return a tensor [R, H, D] whose rows are contiguous each; copied if they are not yet.
+    """Return a tensor [R, H, D] in which each row [H, D] is contiguous, copied if necessary.
 
-    The distance between rows may be any: a kernel gets it as a stride.
+    Rows may have any distance from each other: a kernel gets it as a stride.
     """
     is_contiguous = states.stride()[1:] == (states.shape[2], 1)
     return states if is_contiguous else states.contiguous()
 
 
 def _require_layout(tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """Assert the dtype, the shape and the layout of a tensor, of which a loop gets only the address."""
+    """Assert that a tensor is contiguous and has a dtype and shape: a loop only gets an address."""
     actual = (tensor.dtype, tensor.shape, tensor.is_contiguous())
     expected = (dtype, shape, True)
     assert actual == expected, f"got {actual}, expected {expected}"
 
 
 def _dtype_and_threads(states: Tensor) -> tuple[bool, int]:
-    """Last arguments of a loop: whether the tensor is bfloat16, and the number of threads."""
+    """Last two arguments of a loop: whether the tensor is bfloat16, and the number of threads."""
     return states.dtype == torch.bfloat16, torch.get_num_threads()
 
 
 def kernels() -> Kernels | None:
-    """The compiled loops, or None if this machine cannot have them."""
+    """Return the compiled loops; None if this machine cannot have them (see `about_kernels`)."""
     return _load_once()[0]
 
 
 def about_kernels() -> str:
-    """Description of this machine's loops, or the reason why it has none."""
+    """Describe this machine's loops, or the reason why it has none, to be printed."""
     return _load_once()[1]
 
 
@@ -384,7 +385,14 @@ def _load_once() -> tuple[Kernels | None, str]:
 
 
 def _load() -> Kernels:
-    """Load the library from the cache; compile it first if it is missing or broken."""
+    """Load the library from the cache; compile it first if it is missing or broken.
+
+    Raises:
+        _UnavailableError: the CPU, the compiler or the folder of the cache is not suitable, or the
+            compiler failed.
+        OSError, RuntimeError: the library cannot be stored or loaded, or there is no home
+            directory.
+    """
     limit = cpu_limit()
     if limit:
         raise _UnavailableError(f"{limit} excludes AVX-512")
@@ -420,20 +428,25 @@ def _load() -> Kernels:
 
 
 def _compile(compiler: str, library: Path) -> None:
-    """Compile the library. Safe in several processes at once: the finished file is moved there."""
+    """Compile the library. Several processes may do so at once: each moves a finished file there.
+
+    Args:
+        compiler: path of the compiler.
+        library: path of the library to write.
+    """
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled = Path(folder) / "kernels.o"
         linked = Path(folder) / "kernels.so"
         _run_command(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled))
         # Linked without -fopenmp: a second OpenMP library would compete with torch's threads.
         _run_command(compiler, "-shared", str(compiled), "-o", str(linked))
-        # A library that cannot be loaded must not get into the cache.
+        # Load it once, because a library that cannot be loaded must not get into the cache.
         ctypes.CDLL(str(linked))
         os.replace(linked, library)
 
 
 def _run_command(*command: str) -> str:
-    """Run a command, and return what it prints; raise an _UnavailableError if it fails."""
+    """Run a command, and return its standard output. Raises _UnavailableError if it fails."""
     done = subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="replace", check=False
     )

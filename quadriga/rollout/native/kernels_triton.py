@@ -26,7 +26,7 @@ from torch import Tensor
 from quadriga.models.attention import PLAIN, AttentionOptions
 from quadriga.rollout.native.kernels import KeysAndValues, SlotPlaces, with_contiguous_rows
 
-# Below every score, but finite: a difference of two of them is 0 and not NaN.
+# In place of -inf: below every score, but finite, so that a difference of two is 0 and not NaN.
 _NOTHING = tl.constexpr(-1e30)
 _TOKENS = 64  # tokens in one tile of keys
 _NUM_PROGRAMS = 512  # with fewer attention programs, the keys of a row are cut into parts
@@ -40,13 +40,16 @@ _BLOCKS = 16  # blocks of a chunk
 
 @triton.jit
 def _load(addresses, mask, other=0.0):
-    """Load numbers as float32; `other` where the mask is false."""
+    """Load numbers as float32; where the mask is false, `other`."""
     return tl.load(addresses, mask=mask, other=other).to(tl.float32)
 
 
 @triton.jit
 def _round(numbers, half: tl.constexpr):
-    """Round float32 numbers to half precision, wherever torch's operators would round."""
+    """Round float32 numbers to half precision, and return them as float32.
+
+    Used wherever torch's operators would round.
+    """
     return numbers.to(half).to(tl.float32)
 
 
@@ -61,11 +64,11 @@ def _normalize_kernel(
     HAS_ADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Root-mean-square norm of one row, after `added` is added to it, if HAS_ADDED.
+    """Compute the root-mean-square norm of one row. If HAS_ADDED, first add a row of `added`.
 
     Args:
         states: [R, D].
-        added: [R, D], overwritten by the sum.
+        added: [R, D], overwritten by the sum; None without HAS_ADDED.
         weight: [D], factors of the norm.
         result: [R, D], the norm.
         epsilon: added to the mean square.
@@ -145,7 +148,7 @@ def _rotate_kernel(
 
 @triton.jit
 def _gate_kernel(states, result, width, COLUMNS: tl.constexpr):
-    """silu(gate) * up of COLUMNS columns of one row.
+    """Compute silu(gate) * up for COLUMNS columns of one row.
 
     Args:
         states: [R, 2 * F]: gate, then up.
@@ -235,22 +238,33 @@ def _attention_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     QUERIES: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one row and key-value head over one of PARTS parts of the keys.
+    """Compute attention of one row and key-value head over one of PARTS parts of the keys.
 
-    The new token's key and value are also written to the response cache.
+    Keys before the new token are numbered from 0 to `end`: those of the prefix, then those of the
+    response. Those in the window are [begin, end), of which a part has [start, stop), in whole
+    tiles. Only the first part has the new token: it also writes the token's key and value to the
+    response cache. A part may have no keys. `_combine_kernel` weights the parts by their
+    log-sum-exps, and adds the sinks.
 
     Args:
-        query: [R, H, d], with `query_stride` elements between rows; `key` and `value` alike.
+        query: [R, H, d].
         key: [R, K, d], of the new token.
         value: [R, K, d], of the new token.
-        own_keys: [slots, K, own_room, d], cache of the responses; `own_values` alike.
-        shared_keys: [prefixes, K, prefix_room, d], cache of the prefixes; `shared_values` alike.
+        own_keys: [slots, K, own_room, d], cache of the responses.
+        own_values: [slots, K, own_room, d].
+        shared_keys: [prefixes, K, prefix_room, d], cache of the prefixes.
+        shared_values: [prefixes, K, prefix_room, d].
         prefix_of: [R], index of each row's prefix.
-        prefix_length: [R], tokens of that prefix.
+        prefix_length: [R], tokens of each row's prefix.
         num_written: [R], tokens of each row's response in the cache.
         sinks: [H], score of each head's sink, if HAS_SINKS.
         result: [R, H, d], or with several parts [R, H, S, d] in float32.
         sums: [R, H, S], log-sum-exps of the parts; not written if there is one part.
+        query_stride: elements between two rows of `query`.
+        key_stride: elements between two rows of `key`.
+        value_stride: elements between two rows of `value`.
+        prefix_room: most tokens of a prefix in the cache.
+        own_room: most tokens of a response in the cache.
         window: tokens that a query sees, itself included, if HAS_WINDOW.
         scale: factor of the scores.
         softcap: bound of the scores, if HAS_CAP.
@@ -274,7 +288,6 @@ def _attention_kernel(
     query_rows = query + row * query_stride + heads[:, None] * SIZE
     q = tl.load(query_rows + columns[None, :], mask=inside, other=0.0)
 
-    # Of the keys before the new token, prefix first, this part has [start, stop), in whole tiles.
     written = tl.load(num_written + row)
     length = tl.load(prefix_length + row)
     end = length + written
@@ -292,7 +305,7 @@ def _attention_kernel(
     total = tl.zeros((QUERIES,), dtype=tl.float32)
     mixed = tl.zeros((QUERIES, COLUMNS), dtype=tl.float32)
     if part == 0:
-        # Only this part has the new token, as its first key: the score is the maximum so far.
+        # The new token comes first: its score is the maximum so far, its share exp(score - peak) 1.
         new_key_at = key + row * key_stride + head * SIZE + columns
         new_key = tl.load(new_key_at, mask=is_column, other=0.0)
         new_value_at = value + row * value_stride + head * SIZE + columns
@@ -306,6 +319,7 @@ def _attention_kernel(
         total += 1.0
         mixed += new_value.to(tl.float32)[None, :]
 
+    # Keys of the prefix up to `length`, then of the response from `length` on.
     shared_start = (tl.load(prefix_of + row) * NUM_KEYS + head) * prefix_room * SIZE
     peak, total, mixed = _attend_to_keys(
         q,
@@ -330,7 +344,7 @@ def _attention_kernel(
         peak,
         total,
         mixed,
-        tl.maximum(start - length, 0),  # keys of the response are numbered behind the prefix
+        tl.maximum(start - length, 0),  # the cache of the response begins at key `length`
         stop - length,
         scale,
         softcap,
@@ -347,7 +361,6 @@ def _attention_kernel(
         normalized = (mixed / total[:, None]).to(result.dtype.element_ty)
         tl.store(result + lines * SIZE + columns[None, :], normalized, mask=inside)
     else:
-        # `_combine_kernel` weights the parts by their log-sum-exps.
         line = (row * NUM_KEYS * GROUP + heads) * PARTS + part
         normalized = mixed / tl.maximum(total, 1e-30)[:, None]
         tl.store(result + line[:, None] * SIZE + columns[None, :], normalized, inside)
@@ -367,7 +380,7 @@ def _combine_kernel(
     HAS_SINKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Combine the attention of all parts for one row and query head (a line).
+    """Combine the attention of all parts, for one row and query head (together: a line).
 
     Args:
         parts: [R, H, S, d] float32, attention over each part.
@@ -377,6 +390,7 @@ def _combine_kernel(
         NUM_HEADS: H.
         SIZE: d.
         PARTS: S.
+        HAS_SINKS: whether heads have sinks.
         COLUMNS: d, rounded up to a power of two.
     """
     line = tl.program_id(0).to(tl.int64)
@@ -422,6 +436,7 @@ def _weigh_kernel(
         sums: [R, blocks], gets the sum of exp(logit / temperature - peak) of each block.
         num_tokens: V.
         num_blocks: number of blocks of a row.
+        HAS_TEMPERATURE: whether logits are divided by a temperature.
         BLOCKS: blocks of a chunk.
         BLOCK: tokens of a block.
     """
@@ -440,7 +455,7 @@ def _weigh_kernel(
         highest = highest / heat
     block_sums = tl.sum(tl.exp(z - highest), 1)
     tl.store(sums + row * num_blocks + blocks, block_sums, mask=blocks < num_blocks)
-    # The sums are relative to the chunk's maximum; `_draw_kernel` relates them to the row's.
+    # The sums are relative to the maximum of the chunk; `_draw_kernel` knows that of the row.
     line = row * tl.num_programs(1) + chunk
     tl.store(peaks + line, highest)
     tl.store(likeliest + line, first)
@@ -448,10 +463,10 @@ def _weigh_kernel(
 
 @triton.jit
 def _choose(masses, entries, uniforms, DEPTH: tl.constexpr):
-    """Draw an entry in proportion to its mass, by DEPTH halvings.
+    """Draw an entry with a probability in proportion to its mass, by DEPTH halvings.
 
-    A node of the halving at depth i is all entries with the same i lowest bits; the next bit tells
-    its two halves apart.
+    After i halvings, the i lowest bits of the entry are known. The next halving compares the masses
+    of all entries with these bits whose next bit is 0, and of those whose next bit is 1.
 
     Args:
         masses: [2**DEPTH] float64.
@@ -464,7 +479,7 @@ def _choose(masses, entries, uniforms, DEPTH: tl.constexpr):
     """
     entry = tl.sum(entries * 0, 0)  # a zero of the type of `entries`
     for step in tl.static_range(DEPTH):
-        # Compares the bits chosen so far and the next one.
+        # The bits chosen so far and the next bit of each entry. `entry` has 0 as its next bit.
         low_bits = entries % (2 * 2**step)
         lower = tl.sum(tl.where(low_bits == entry, masses, 0.0), 0)
         both = lower + tl.sum(tl.where(low_bits == entry + 2**step, masses, 0.0), 0)
@@ -508,6 +523,9 @@ def _draw_kernel(
         num_tokens: V.
         num_blocks: number of blocks of a row.
         num_chunks: number of chunks of a row.
+        uniforms_stride: uniform numbers of a row.
+        HAS_TEMPERATURE: whether logits are divided by a temperature.
+        HAS_GREEDY: whether some rows take their likeliest tokens.
         DEPTH: halvings among the blocks.
         DEPTH_INSIDE: halvings inside a block.
         CHUNKS: number of chunks, rounded up to a power of two.
@@ -532,13 +550,14 @@ def _draw_kernel(
     masses = (block_sum * tl.exp(chunk_peak - highest)).to(tl.float64)
     total = tl.sum(masses, 0)
 
-    # Draw a block, then a token inside it.
+    # Draw a block, then a token inside the block. `first` is the block's first token.
     first = _choose(masses, blocks, row_uniforms, DEPTH) * 2**DEPTH_INSIDE
     inside = tl.arange(0, 2**DEPTH_INSIDE)
     is_token = first + inside < num_tokens
     z = _load(row_logits + first + inside, is_token, -float("inf"))
     odds = tl.exp(z / heat - highest).to(tl.float64)
     token = first + _choose(odds, inside, row_uniforms + DEPTH, DEPTH_INSIDE)
+    # Rounding, or logits that are not finite, must not lead to an address behind the logits.
     token = tl.minimum(token, num_tokens - 1)
 
     if HAS_GREEDY:
@@ -548,12 +567,12 @@ def _draw_kernel(
         greedy_token = tl.minimum(tl.min(at_peak, 0), num_tokens - 1)
         token = tl.where(tl.load(is_greedy + row), greedy_token, token)
     chosen = tl.exp(tl.load(row_logits + token) / heat - highest).to(tl.float64)
-    # Rounded to float32 as the sampler does; float64 holds the token's number exactly, too.
+    # Round to float32 as the sampler does. The result is float64 to hold the token exactly, too.
     log_prob = tl.log(chosen / total).to(tl.float32).to(tl.float64)
     tl.store(result + row * 3, token.to(tl.float64))
     tl.store(result + row * 3 + 1, log_prob)
     if HAS_GREEDY:
-        # A greedy token was certain among those that could be drawn.
+        # In a greedy row no other token could be drawn: the probability is 1.
         log_prob = tl.where(tl.load(is_greedy + row), 0.0, log_prob)
     tl.store(result + row * 3 + 2, log_prob)
 
@@ -561,7 +580,7 @@ def _draw_kernel(
 class TritonKernels:
     """Norms, rotary positions, gates and attention on CUDA in half precision.
 
-    Has the methods of `Kernels`.
+    The methods are those of `Kernels`, except for matrix products.
     """
 
     @staticmethod
@@ -570,7 +589,7 @@ class TritonKernels:
         return head_size % 2 == 0 and head_size <= _MAX_HEAD_SIZE
 
     def normalize(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Root-mean-square norm over the last dimension, times `weight`.
+        """Compute the root-mean-square norm over the last dimension, times `weight`.
 
         Args:
             states: [..., D].
@@ -585,7 +604,7 @@ class TritonKernels:
     def add_and_normalize(
         self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """Sum of two tensors, and the root-mean-square norm of the sum.
+        """Add two tensors, and compute the root-mean-square norm of the sum, times `weight`.
 
         Args:
             states: [..., D].
@@ -602,7 +621,9 @@ class TritonKernels:
     def _normalize(
         self, states: Tensor, added: Tensor | None, weight: Tensor, epsilon: float
     ) -> Tensor:
-        """Norm of `states`, or of the sum with `added`, which the sum then overwrites.
+        """Compute the norm of `states`, or of the sum of `states` and `added`.
+
+        The sum overwrites `added`.
 
         Args:
             states: [..., D], contiguous.
@@ -675,10 +696,10 @@ class TritonKernels:
         places: SlotPlaces,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Attention of one new token per row over the row's prefix and response.
+        """Compute attention of one new token per row over the row's prefix and response.
 
-        The new token's key and value are first written to `own`, where row r is in place r. All
-        tensors have the dtype of the cache.
+        The new token's key and value are also written to `own`, where row r is slot r. All tensors
+        have the dtype of the cache.
 
         Args:
             query: [R, H, d].
@@ -700,8 +721,8 @@ class TritonKernels:
         key = with_contiguous_rows(key)
         value = with_contiguous_rows(value)
 
-        # With few rows, the keys are cut into parts to occupy the GPU: a power of two, at most one
-        # part for each tile of keys.
+        # With few rows, cut the keys of each row into parts, so that enough programs occupy the
+        # GPU. Tensors in Triton need a power of two, so the number is rounded up to one.
         prefix_room = prefixes.keys.shape[2]
         own_room = own.keys.shape[2]
         num_tiles = triton.cdiv(prefix_room + own_room, _TOKENS)

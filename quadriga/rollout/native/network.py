@@ -6,9 +6,9 @@ half the operations: query, key and value come from one product, and so do gate 
 are computed by their own module, whose linear modules and experts are replaced during the call. In
 a mixture of experts, tokens are sorted by expert, and each chosen expert computes its own tokens.
 
-On a CPU all weights are copied into the forms of `products`; on a GPU those of query, key and value
-are copied side by side. `Network.state` identifies the parameters that were copied. After an update
-the engine makes a new network.
+On a CPU all weights are copied into forms that are faster to multiply (`products.py`). On a GPU the
+weights of query, key and value are copied side by side. `Network.state` identifies the parameters
+that were copied. After an update the engine makes a new network.
 
 Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, F width of
 the MLP or of an expert, E experts of a layer, k of them for each token, V vocabulary.
@@ -53,17 +53,18 @@ PLAIN = (
 _WINDOW_IN_CONFIG = ("MistralAttention", "MixtralAttention")
 
 State = tuple[tuple[int, int], ...]
+"""Address and number of writes of each parameter; see `state_of`."""
 
 
 class TorchElementwise:
     """Norms, rotary positions and gates by torch's operators, rounded after each as in training.
 
-    `Kernels` and `TritonKernels` compute the same in one pass each. All tensors have the model's
-    dtype.
+    `Kernels` and `TritonKernels` have the same methods, which compute the same numbers in one pass
+    each. All tensors have the model's dtype.
     """
 
     def normalize(self, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Root-mean-square norm over the last dimension, times `weight`.
+        """Compute the root-mean-square norm over the last dimension, times `weight`.
 
         Args:
             states: [..., D].
@@ -73,14 +74,14 @@ class TorchElementwise:
         Returns:
             [..., D].
         """
-        # Rounded before the weight is applied, as transformers does.
+        # Round before the weight is applied, as transformers does.
         wide = states.float()
         return (wide * rms_scale(wide, epsilon)).to(states.dtype) * weight
 
     def add_and_normalize(
         self, states: Tensor, added: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """Sum of two tensors, and the root-mean-square norm of the sum.
+        """Add two tensors, and compute the root-mean-square norm of the sum, times `weight`.
 
         Args:
             states: [..., D].
@@ -108,6 +109,7 @@ class TorchElementwise:
         """
         num_heads = states.shape[-2]
         turned, unturned = states.split((num_rotated, num_heads - num_rotated), -2)
+        # The halves x, y of a head become x * cos - y * sin and y * cos + x * sin.
         first, second = turned.chunk(2, -1)
         swapped = torch.cat((-second, first), -1).mul_(sin.unsqueeze(-2))
         rotated = (turned * cos.unsqueeze(-2)).add_(swapped)
@@ -130,9 +132,13 @@ class Network:
 
     Attributes:
         state: identifies the parameters that the network was made from; see `state_of`.
-        forms: forms of the weights on a CPU; None on other devices.
-        exact_head: the head's weight in these forms, with logits in float32.
-        products: functions that replace `forward` of the linear modules and experts in a call.
+        body: the decoder without the head.
+        head: the linear module that makes logits.
+        rule: how logits follow from the head's product, such as a softcap.
+        forms: chooses the forms of the weights on a CPU; None on other devices.
+        exact_head: the head's weight in these forms, with logits in float32; None: `forms` is None,
+            or has no form for the dtype.
+        products: by linear module or module of experts: what replaces its `forward` in `hidden`.
         group: the ranks that hold the model together; None: this process holds all of it.
     """
 
@@ -157,7 +163,7 @@ class Network:
             self._make_products(self.forms)
 
     def _make_products(self, forms: Forms) -> None:
-        """Fill `products` for the linear modules and experts below the head."""
+        """Fill `products` for the linear modules and the modules of experts of `body`."""
         if forms.many is None:
             return
         for module in self.body.modules():
@@ -166,7 +172,7 @@ class Network:
                 continue
             if type(module) is nn.Linear:
                 self.products[module] = _Projection([module], forms)
-            # transformers marks experts by this attribute.
+            # transformers marks modules of experts by this attribute.
             elif getattr(module, "has_gate", False):
                 self.products[module] = _NativeExperts(module, forms, cast(Any, module)._apply_gate)
 
@@ -178,7 +184,7 @@ class Network:
         *,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Hidden states of the last layer.
+        """Compute the hidden states of the last layer.
 
         Args:
             tokens: [B, N]. With images B is 1.
@@ -193,7 +199,7 @@ class Network:
         if images is not None:
             inputs = decoder_inputs(self.model, tokens, images)
         inputs |= {"position_ids": positions, "attention_mask": None, "attention_plan": plan}
-        # An instance attribute hides the class's `forward`, only during this call.
+        # An attribute of the module hides the `forward` of its class, only during this call.
         try:
             for module, product in self.products.items():
                 vars(module)["forward"] = product
@@ -203,7 +209,7 @@ class Network:
                 vars(module).pop("forward", None)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, D] -> [B, V] float32, equal to those of training."""
+        """Compute logits as training does: [B, D] -> [B, V] float32."""
         if self.exact_head is not None:
             return self.rule.apply(self.exact_head.multiply(hidden))
         bias = getattr(self.head, "bias", None)
@@ -213,13 +219,18 @@ class Network:
 class PlainNetwork(Network):
     """A decoder in `PLAIN`, computed layer by layer.
 
-    In a rollout group each rank computes a share of it (tensor parallelism): some of the heads, of
-    the MLP's width, and of the vocabulary; see `shard_boxes`. The outputs of attention and MLP are
-    summed over the ranks, and the logits are joined: all ranks have the same bits of both.
+    In a rollout group each rank computes a share of it (tensor parallelism): some of the heads, a
+    part of the MLP's width, and some tokens of the vocabulary; see `shard_boxes`. The outputs of
+    attention and MLP are summed over the ranks, and the logits are joined. All ranks get the same
+    bits.
 
     Args:
         model: a model of these architectures, loaded with our attention.
         group: the ranks that hold the model together; None: this process holds all of it.
+
+    Attributes:
+        first_token: id of the first token whose embedding and logit this rank computes.
+        elementwise: norms, rotary positions and gates.
     """
 
     def __init__(self, model: PreTrainedModel, group: RolloutGroup | None = None) -> None:
@@ -252,7 +263,7 @@ class PlainNetwork(Network):
         if self.device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
             return TorchElementwise()
         loops = kernels()
-        # The loops need sizes that they can divide.
+        # The loops need sizes that are multiples of a vector.
         config = self.model.config.get_text_config()
         sizes = {config.hidden_size, self.body.layers[0].self_attn.head_dim}
         for layer in self.body.layers:
@@ -266,7 +277,7 @@ class PlainNetwork(Network):
         return loops
 
     def _make_products(self, forms: Forms) -> None:
-        """Do nothing: `_Layer` converts the weights, those with the same input side by side."""
+        """Do nothing: `_Layer` converts the weights, and joins weights with the same input."""
 
     def hidden(
         self,
@@ -276,7 +287,7 @@ class PlainNetwork(Network):
         *,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Hidden states of the last layer, as `Network.hidden` returns them, layer by layer.
+        """Compute the hidden states of the last layer, like `Network.hidden`, layer by layer.
 
         Args:
             tokens: [B, N]. With images B is 1.
@@ -289,10 +300,10 @@ class PlainNetwork(Network):
         else:
             hidden = decoder_inputs(self.model, tokens, images)["inputs_embeds"]
         cos, sin = self.body.rotary_emb(hidden, position_ids=positions)
-        # The kernels read them by address, without strides.
+        # The kernels get only addresses, without strides.
         cos = cos.contiguous()
         sin = sin.contiguous()
-        # Each layer leaves its last sum to the next norm, which computes both in one pass.
+        # Each layer returns its last output as `added`. The next norm adds it in the same pass.
         added = None
         for layer in self.layers:
             hidden, added = layer(hidden, added, cos, sin, plan)
@@ -303,18 +314,18 @@ class PlainNetwork(Network):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, D] -> [B, V] float32. Each rank of a group computes a part of the vocabulary."""
+        """Compute logits: [B, D] -> [B, V] float32. Ranks of a group compute a part each."""
         logits = super().logits(hidden)
         if self.group is None:
             return logits
         return self.group.all_gather_columns(logits, self.vocabulary_size)
 
     def _embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Embed tokens: [B, N] -> [B, N, D]. A rank of a group has the embeddings of some tokens."""
+        """Embed tokens: [B, N] -> [B, N, D]. A rank of a group only has some tokens' embeddings."""
         table = self.body.embed_tokens.weight
         if self.group is None:
             return embedding(tokens, table)
-        # Zero for the tokens of other ranks, so that the sum over the ranks is exact.
+        # The embedding of another rank's token is zero here, so the sum over the ranks is exact.
         local = tokens - self.first_token
         is_local = (local >= 0) & (local < len(table))
         rows = embedding(torch.where(is_local, local, 0), table)
@@ -329,7 +340,7 @@ class _NormWeights(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> "_NormWeights":
-        """Weight and epsilon of a norm of transformers."""
+        """Take weight and epsilon of a norm of transformers."""
         return cls(module.weight, module.variance_epsilon)
 
 
@@ -379,17 +390,18 @@ class _Layer:
     def __call__(
         self, hidden: Tensor, added: Tensor | None, cos: Tensor, sin: Tensor, plan: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
-        """Compute the layer. Sums are left to the next norm, which computes them in the same pass.
+        """Compute the layer, up to the sum after its MLP, which the next norm computes.
 
         Args:
-            hidden: [B, N, D], the residual stream before the last MLP's output is added.
-            added: [B, N, D], that output; None in the first layer.
+            hidden: [B, N, D], the residual stream before the output of the last MLP is added.
+            added: [B, N, D], the output of the last MLP; None in the first layer.
             cos: [B, N, d].
             sin: [B, N, d].
             plan: computes attention.
 
         Returns:
-            `hidden` and `added` for the next layer.
+            The residual stream, and the output of this layer's MLP, to be added: `hidden` and
+            `added` of the next layer.
         """
         normalize = self.elementwise.normalize
         add_and_normalize = self.elementwise.add_and_normalize
@@ -420,17 +432,24 @@ class _Layer:
 
 
 def window_of(attention: Any) -> int | None:
-    """Width of an attention module's sliding window; None: it sees all tokens."""
+    """Width of an attention module's sliding window in tokens; None: it sees all tokens."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window or None
-    # The configuration of other architectures may name a window that they do not use.
+    # Other architectures may have a window in their configuration that they do not use.
     if type(attention).__name__ in _WINDOW_IN_CONFIG:
         return getattr(attention.config, "sliding_window", None) or None
     return None
 
 
 class _MLP:
-    """A gated MLP, or a rank's share of it."""
+    """A gated MLP, or a rank's share of it.
+
+    Args:
+        mlp: transformers' module.
+        forms: forms of the weights on a CPU; None on other devices.
+        elementwise: gates.
+        group: the ranks that share the MLP; None: this process computes all of it.
+    """
 
     def __init__(
         self,
@@ -444,12 +463,19 @@ class _MLP:
         self.down_projection = _Projection((mlp.down_proj,), forms, group)
 
     def __call__(self, states: Tensor) -> Tensor:
-        """[B, N, D] -> [B, N, D]"""
+        """Compute the MLP: [B, N, D] -> [B, N, D]."""
         return self.down_projection(self.elementwise.gate(self.gate_up_projection(states)))
 
 
 class _Mixture:
-    """A router and its experts; in some models also an expert that all tokens share."""
+    """A router and its experts; in some models also an expert that all tokens share.
+
+    Args:
+        mlp: transformers' module.
+        forms: forms of the weights on a CPU; None on other devices.
+        elementwise: gates.
+        group: None: mixtures are not divided over ranks.
+    """
 
     def __init__(
         self,
@@ -469,9 +495,9 @@ class _Mixture:
         self.shared_gate = getattr(mlp, "shared_expert_gate", None)
 
     def __call__(self, states: Tensor) -> Tensor:
-        """[B, N, D] -> [B, N, D]"""
+        """Compute the mixture of chosen experts, and a shared one: [B, N, D] -> [B, N, D]."""
         rows = states.flatten(0, 1)
-        _, scores, chosen = self.router(rows)  # [B N, k] each
+        _, scores, chosen = self.router(rows)  # [B * N, k] each: weights and numbers of experts
         mixed = self.experts(rows, chosen, scores).view_as(states)
         if self.shared_expert is None or self.shared_gate is None:
             return mixed
@@ -479,7 +505,7 @@ class _Mixture:
 
 
 class _NativeExperts:
-    """The experts of a layer, with the call of transformers' module of experts.
+    """The experts of a layer, in a loop. Called like transformers' module of experts.
 
     Args:
         experts: transformers' module.
@@ -498,7 +524,7 @@ class _NativeExperts:
         Args:
             rows: [R, D].
             chosen: [R, k], numbers of the experts.
-            scores: [R, k].
+            scores: [R, k], weight of each chosen expert.
 
         Returns:
             [R, D].
@@ -506,26 +532,29 @@ class _NativeExperts:
         # Sort the k copies of each token by their expert, so that each expert has a range of rows.
         by_expert = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.gate_up_weights)).tolist()
-        # Copy number i is of token i // k.
+        # Copy number i belongs to token i // k.
         states = rows[by_expert // chosen.shape[1]]
         states = self.gate(_multiply_by_expert(self.gate_up_weights, states, counts))
         states = _multiply_by_expert(self.down_weights, states, counts)
-        # Back to the order of the tokens.
+        # Move the outputs back to the order of the tokens.
         outputs = torch.empty_like(states).index_copy_(0, by_expert, states)
         weighted = outputs.view(*chosen.shape, -1) * scores[..., None]
         return weighted.sum(1).to(rows.dtype)
 
 
 def _expert_weights(experts: Any, name: str, forms: Forms) -> list[Weight]:
-    """Convert the weights of all experts to the forms of a CPU; empty if there are no forms.
+    """Convert the weights of all experts to the forms of a CPU.
 
     Args:
         experts: transformers' module.
-        name: name of its parameter, [E, ...].
+        name: name of the parameter with the weights of all experts, [E, ...].
         forms: forms of the weights.
+
+    Returns:
+        The weight of each expert; [] if `forms` has none.
     """
     parameters = getattr(experts, name).detach()
-    # Some models store the inputs in the rows; the forms take them in the columns.
+    # Some models store weights as [inputs, outputs]; the forms take [outputs, inputs].
     if experts.is_transposed:
         parameters = parameters.mT
     weights = []
@@ -569,7 +598,8 @@ class _Projection:
         packs: whether a GPU copies the weights side by side, for one product.
 
     Attributes:
-        weight: the weights in forms, on a CPU.
+        group: `summed_over`.
+        weight: the weights in forms, on a CPU; None: not used.
         factors: weight and bias of each product on a GPU. Empty: the modules are called.
     """
 
@@ -586,12 +616,12 @@ class _Projection:
         self.weight: Weight | None = None
         self.factors: list[tuple[Tensor, Tensor | None]] = []
         linears = [module for module in modules if type(module) is nn.Linear]
-        # Modules of other kinds, such as those with an adapter, compute by themselves.
+        # With a module of another kind, such as one with an adapter, all modules are called.
         if len(linears) < len(modules):
             return
         weights = [module.weight.detach() for module in linears]
         biases = [module.bias.detach() for module in linears if module.bias is not None]
-        # One product needs a bias for each of the weights, or none at all.
+        # A single product needs a bias for each of the weights, or no bias at all.
         is_uniform = len(biases) in (0, len(linears))
         if forms is not None and is_uniform:
             # In a sum over ranks, only the leader adds the bias.
@@ -599,7 +629,7 @@ class _Projection:
             is_sum = self.group is not None
             self.weight = forms.make(weights, biases if has_bias else None, is_sum=is_sum)
         elif forms is None and len(linears) > 1:
-            # Without packing, the products write side by side into one result.
+            # On a GPU: either one product of all weights, or a product for each weight.
             if packs and is_uniform:
                 self.factors = [(torch.cat(weights), torch.cat(biases) if biases else None)]
                 return
@@ -608,28 +638,30 @@ class _Projection:
                 self.factors.append((weight, bias))
 
     def __call__(self, states: Tensor) -> Tensor:
-        """[B, N, D] -> [B, N, O]"""
+        """Compute the outputs of all modules, side by side: [B, N, D] -> [B, N, O]."""
+        # On a CPU with forms.
         if self.weight is not None:
             product = self.weight.multiply(states)
             if self.group is not None:
-                # Summed in float32, and rounded once.
+                # Sum in float32, and round once.
                 product = self.group.all_reduce(product.float())
             return product.to(states.dtype)
-        # A rank's columns, without forms.
+        # Without forms, as on a GPU, ranks sum in the dtype of the model: in half precision only
+        # half as many bytes travel between them.
         if self.group is not None:
             (module,) = cast(Any, self.modules)
             bias = module.bias if self.group.is_leader else None
             return self.group.all_reduce(linear(states, module.weight, bias))
-        # A copy of the weights side by side.
+        # The weights were copied side by side.
         if len(self.factors) == 1:
             weight, bias = self.factors[0]
             return linear(states, weight, bias)
-        # A single module, or modules of other kinds.
+        # There is a single module, or a module of another kind.
         if not self.factors:
             outputs = [module(states) for module in self.modules]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-        # Several weights without a copy: each product writes its columns of the result.
+        # There are several weights without a copy: each product writes its columns of the result.
         rows = states.flatten(0, -2).detach()
         widths = [len(weight) for weight, _ in self.factors]
         result = rows.new_empty(len(rows), sum(widths))
@@ -642,7 +674,7 @@ class _Projection:
 
 
 def description_of(model: PreTrainedModel) -> str:
-    """Describe how a model is computed, and the copies of its weights that this needs."""
+    """Describe how a model is computed, and the copies of the weights that this needs."""
     forms = _forms_for(model)
     text = "layer by layer" if is_plain(model) else "by the model's own module"
     mixture_layers = [*mixtures(model)]
@@ -669,8 +701,8 @@ def _forms_for(model: PreTrainedModel) -> Forms | None:
 def is_plain(model: PreTrainedModel) -> bool:
     """Whether `PlainNetwork` can compute a model.
 
-    Its layers are norms, attention (perhaps in a window), and MLPs gated by SiLU or mixtures of
-    such.
+    It can if the layers are norms, attention (perhaps in a window), and MLPs gated by SiLU or
+    mixtures of such MLPs, and if rotary positions turn whole heads.
     """
     config = model.config.get_text_config()
     if type(model).__name__ not in PLAIN or getattr(config, "hidden_act", None) != "silu":
@@ -679,17 +711,22 @@ def is_plain(model: PreTrainedModel) -> bool:
 
 
 def state_of(model: nn.Module) -> State:
-    """Address of each parameter and torch's count of in-place writes to it, to detect changes."""
+    """Identify the parameters of a model and their values, without reading the values.
+
+    Returns:
+        Address of each parameter, and torch's count of in-place writes to it. Two states are equal
+        if the parameters have not changed.
+    """
     state = []
     for parameter in model.parameters():
-        # Tensors made in inference mode are not counted.
+        # torch does not count writes to tensors that were made in inference mode.
         version = 0 if parameter.is_inference() else parameter._version
         state.append((parameter.data_ptr(), version))
     return tuple(state)
 
 
 def shard_boxes(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Box]:
-    """Position of the shard of each parameter that a rank of a group holds (tensor parallelism).
+    """Compute the part of each parameter that a rank of a group holds (tensor parallelism).
 
     A rank has the rows of some heads and the same columns of `o_proj`, some of the MLP's rows and
     the same columns of `down_proj`, and the rows of some tokens (arXiv:1909.08053). If there are
@@ -709,7 +746,7 @@ def shard_boxes(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Box]:
     num_key_heads = config.num_key_value_heads
     head_size = model.base_model.layers[0].self_attn.head_dim
 
-    # Start and size of the rank's part.
+    # Pairs of start and size of the rank's part.
     num_query_rows = config.num_attention_heads // num_ranks * head_size
     query = (rank * num_query_rows, num_query_rows)
     # With fewer key-value heads than ranks, neighbouring ranks have the same head.
@@ -728,9 +765,10 @@ def shard_boxes(model: PreTrainedModel, group: RolloutGroup) -> dict[str, Box]:
     }
     columns = {"o_proj": query, "down_proj": width}
 
-    # A parameter in neither table is whole. Of `o_proj` and `down_proj` only the weight has columns.
+    # A parameter in neither table is whole, and so is a bias of `o_proj` or `down_proj`.
     boxes = {}
     for name, parameter in model.named_parameters():
+        # Such as "q_proj" and "weight".
         *_, module, kind = name.split(".")
         start = [0] * parameter.dim()
         shape = list(parameter.shape)

@@ -46,7 +46,7 @@ class OwnWeight:
 
     Args:
         weights: weights with the same input.
-        biases: their biases, or None.
+        biases: a bias for each weight, or None.
         dtype: dtype of the result, bfloat16 or float32.
     """
 
@@ -68,7 +68,7 @@ class OwnWeight:
         return kernels() is not None and all(map(Kernels.can_multiply, weights))
 
     def multiply(self, states: Tensor) -> Tensor:
-        """[..., D] bfloat16 -> [..., O]"""
+        """Multiply: [..., D] bfloat16 -> [..., O] in `dtype`."""
         rows = states.reshape(-1, states.shape[-1])
         product = self.kernels.multiply(rows, self.weights, self.biases, self.dtype)
         return product.view(*states.shape[:-1], -1)
@@ -79,7 +79,7 @@ class PackedWeight:
 
     Args:
         weights: weights with the same input.
-        biases: their biases, or None.
+        biases: a bias for each weight, or None.
     """
 
     max_rows = 16  # up to here this is as fast as float32: it reads half as many bytes
@@ -89,7 +89,7 @@ class PackedWeight:
         self.bias = None if biases is None else torch.cat([*biases])
 
     def multiply(self, states: Tensor) -> Tensor:
-        """[..., D] bfloat16 -> [..., O] bfloat16"""
+        """Multiply: [..., D] bfloat16 -> [..., O] bfloat16."""
         rows = states.reshape(-1, states.shape[-1])
         num_rows = len(rows)
         num_padding = -num_rows % _FULL_ROWS if num_rows > 2 else 0
@@ -102,9 +102,12 @@ class PackedWeight:
 class WideWeight:
     """A copy in float32, in MKL's order if this build of torch has MKL.
 
+    On a CPU with fast bfloat16 units the copy of bfloat16 weights stays in torch's order. These
+    units multiply it without loss, because its numbers are bfloat16 numbers.
+
     Args:
         weights: weights with the same input.
-        biases: their biases, or None.
+        biases: a bias for each weight, or None.
     """
 
     def __init__(self, weights: Tensors, biases: Tensors | None) -> None:
@@ -119,7 +122,7 @@ class WideWeight:
             self.weight = self.weight.new_empty(1).expand(self.weight.shape)
 
     def multiply(self, states: Tensor) -> Tensor:
-        """[..., D] -> [..., O] float32"""
+        """Multiply: [..., D] -> [..., O] float32."""
         wide = states.float()
         if self.packed is not None:
             num_rows = states.shape[:-1].numel()
@@ -136,7 +139,7 @@ class Weight:
     many: PackedWeight | WideWeight
 
     def multiply(self, states: Tensor) -> Tensor:
-        """[..., D] in the model's dtype -> [..., O] in the model's dtype or in float32."""
+        """Multiply: [..., D] in the model's dtype -> [..., O] in the model's dtype or float32."""
         num_rows = states.shape[:-1].numel()
         if self.few is not None and num_rows <= self.few.max_rows:
             return self.few.multiply(states)
@@ -148,17 +151,18 @@ class Forms:
 
     Args:
         dtype: dtype of the model.
-        num_weights: number of its parameters.
+        num_weights: number of parameters of the model.
 
     Attributes:
-        few: the form for few rows; None: as for many rows.
-        many: the form for many rows; None: the parameters are used as they are.
+        few: class of the form for few rows; None: the form for many rows serves few rows, too.
+        many: class of the form for many rows; None: there are no forms, and the model's own modules
+            multiply.
     """
 
     def __init__(self, dtype: torch.dtype, num_weights: int) -> None:
         self.few: type[OwnWeight | PackedWeight] | None = None
         self.many: type[WideWeight | PackedWeight] | None = None
-        # A float32 weight takes 4 bytes.
+        # A copy of the model in float32 takes 4 bytes per weight.
         can_widen = has_mkl() and 4 * num_weights <= _MAX_WIDE_BYTES
         if can_widen and dtype in (torch.bfloat16, torch.float16, torch.float32):
             self.many = WideWeight
@@ -169,7 +173,7 @@ class Forms:
 
     @property
     def description(self) -> str:
-        """Copies of the weights that the forms need, to be appended to an engine's description."""
+        """Copies of the weights that the forms need: "" or text that begins with a semicolon."""
         names = {PackedWeight: "oneDNN's order, bfloat16", WideWeight: "MKL's order, float32"}
         copies = [names[form] for form in (self.many, self.few) if form in names]
         return "".join(f"; a copy of its weights in {name}" for name in dict.fromkeys(copies))
@@ -188,11 +192,11 @@ class Forms:
             weights: [., D] each.
             biases: [.] each, or None.
             is_head: whether they make logits. The results are then float32.
-            is_sum: whether the results are summed over ranks. They are then float32 if the form can
-                give that.
+            is_sum: whether the results are summed over ranks. They are then float32, unless the
+                form for many rows is `PackedWeight`.
 
         Returns:
-            The forms, or None if none is faster than the parameters.
+            The weights in their forms; None if `many` is None.
         """
         if self.many is None:
             return None
@@ -208,7 +212,7 @@ class Forms:
 
 
 def can_pack() -> bool:
-    """Whether torch can pack bfloat16 weights for oneDNN, and this CPU multiplies them."""
+    """Whether torch can pack bfloat16 weights for oneDNN, and oneDNN supports them on this CPU."""
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
@@ -230,7 +234,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def has_mkl() -> bool:
-    """Whether this build of torch packs float32 weights for MKL."""
+    """Whether this build of torch can pack float32 weights for MKL."""
     return (
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()

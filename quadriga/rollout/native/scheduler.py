@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-# A request. Its `prefix` are the tokens that it begins with: equal prefixes are computed once.
+# A request. It has a `prefix`, the tokens that it begins with: equal prefixes are computed once.
 R = TypeVar("R", bound=Any)
 
 
@@ -25,9 +25,10 @@ class Scheduler(Generic[R]):
 
     max_num_seqs: int  # number of slots
     max_num_batched_tokens: int  # most prefix tokens that `admit` starts; one prefix may have more
-    max_cache_tokens: int | None = None  # most in the KV cache, with padding; None: any number
-    # Share of the slots that must be free before waiting requests start, unless there is a slot for
-    # each of them.
+    # Most tokens in the KV cache, padding included; None: any number.
+    max_cache_tokens: int | None = None
+    # Waiting requests start beside running ones only if this share of the slots is free, or if all
+    # waiting requests get a slot.
     refill_share: float = 0.3
     waiting: list[R] = field(default_factory=list)  # in the order in which they start
     running: list[R] = field(default_factory=list)  # by slot
@@ -38,18 +39,23 @@ class Scheduler(Generic[R]):
         return not self.waiting and not self.running
 
     def add(self, requests: Iterable[R]) -> None:
-        """Queue requests in order, except that those with the same prefix stand together."""
-        # `admit` then starts all samples of a prompt in the same prefill.
+        """Queue requests in order, but move requests with the same prefix together.
+
+        `admit` then starts all samples of a prompt in the same prefill.
+        """
         groups: dict[Any, list[R]] = {}
         for request in (*self.waiting, *requests):
             groups.setdefault(request.prefix, []).append(request)
         self.waiting = [request for group in groups.values() for request in group]
 
     def finish(self, slot: int) -> int:
-        """Free a slot, and move the request of the last slot to it.
+        """Free a slot, and move the request of the last slot there.
+
+        Args:
+            slot: the slot of the request that has ended.
 
         Returns:
-            The slot that the moved request had, which is `slot` itself if that was the last one.
+            The slot that the moved request had. It is `slot` itself if nothing had to be moved.
         """
         last = len(self.running) - 1
         self.running[slot] = self.running[last]
@@ -77,7 +83,8 @@ class Scheduler(Generic[R]):
         for request in self.waiting[:num_free]:
             if request.prefix not in prefixes:
                 num_tokens += len(request.prefix)
-            # The first one starts in any case, or a request larger than a limit would never start.
+            # The first request that starts may exceed the limit of a prefill, and a request that is
+            # alone in the batch may exceed the KV cache: otherwise a large one could never start.
             if started and num_tokens > self.max_num_batched_tokens:
                 break
             new_prefixes = prefixes | {request.prefix}
@@ -91,11 +98,15 @@ class Scheduler(Generic[R]):
         return started
 
     def fits(self, room: int) -> bool:
-        """Whether the KV cache has this many tokens for the response of every running request."""
+        """Whether the KV cache can hold `room` tokens of the response of every running request."""
         return self._can_hold({request.prefix for request in self.running}, len(self.running), room)
 
     def preempt(self) -> R:
-        """Take the slot of the last request away. The request waits before all others."""
+        """Take the slot of the last request away, and let the request wait before all others.
+
+        Returns:
+            The request. Its KV cache is lost, so the caller must reset its prefix.
+        """
         request = self.running.pop()
         self.waiting.insert(0, request)
         return request

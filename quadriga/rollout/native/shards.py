@@ -39,20 +39,28 @@ class GroupShards:
         self._device = group.device
         self._dtype = dtype
         self._manifest = Manifest.of(model)
-        self._boxes = shard_boxes(model, group)
-        self._adapter = adapter_of(adapted)
-        # Shapes of the adapter's matrices; none if there is no adapter.
+        self._boxes = shard_boxes(model, group)  # by name, the place of each shard
+        self._adapter = adapter_of(adapted)  # rank and scale; None without an adapter
+        # Shapes of the adapter's matrices, by name; {} without an adapter.
         self._factors = Manifest.of(adapted).select(is_factor).shapes
+        # A weight has an adapter if there is a matrix A for it.
         self.merged = {name for name in self._boxes if factor_names(name)[0] in self._factors}
 
     def wanted_shards(self) -> Wanted:
-        """The shards, and the whole matrices of the adapter, by the trainer's names."""
-        # The matrices of the adapter are not sharded.
+        """The shards that this rank needs, by the trainer's names: box and dtype.
+
+        The matrices of an adapter are wanted, too, and in full.
+        """
         factors = {name: Box((0, 0), shape) for name, shape in self._factors.items()}
         return {name: (box, self._dtype) for name, box in (self._boxes | factors).items()}
 
     def hold_shards(self, shards: Mapping[str, Tensor]) -> None:
-        """Put tensors in the place of the model's parameters, under all names of each."""
+        """Replace the model's parameters, which are on "meta", by tensors with the shards.
+
+        Args:
+            shards: tensors by the trainer's names.
+        """
+        # Buffers are not sharded. They are not on "meta", but they may be on another device.
         tensors = {}
         for name, buffer in self._model.named_buffers():
             tensors[name] = buffer.to(self._device)

@@ -51,13 +51,13 @@ REPORT_EVERY_S = 30.0
 POLL_S = 0.25
 LOOK_AT_NODES_S = 5.0
 HEAD_LOST = threading.Event()
-"""Set by the heartbeat. A driver that makes only short calls would not notice the loss before Ray
-ends it."""
+"""Set by the heartbeat when the cluster's head is lost. The next wait then checks the nodes at
+once: a driver that makes only short calls would not notice the loss before Ray ends the driver."""
 GRACE_S = 1.0
-"""Time for further failures after the first one, to distinguish the cause from its consequences."""
+"""Time to wait for further failures after the first one, which may be a consequence of them."""
 PEER_LOST_GRACE_S = 8.0
 """The same if all failures are lost peers: Ray has yet to notice the death that caused them."""
-_LOST_PEER = 2  # rank of a lost peer among causes; see `_cause_order`
+_LOST_PEER = 2  # first number of the sort key of lost peers, which come last; see `_cause_order`
 STATUS_LIMIT_S = 2.0  # time for processes to report their status
 CRASH_LOG_LIMIT_S = 5.0  # time to read the traces of a dead process on its node
 END_LIMIT_S = 10.0  # time for killed processes to be gone
@@ -75,13 +75,14 @@ class RemoteCall:
     address: ProcessAddress | None  # None: not known yet
     worker: WorkerName
     method: str
-    # Describes the arguments, for errors. It may keep them alive; a pickled call has the text only.
+    # Returns a description of the arguments, for errors. It keeps the arguments alive.
     arguments: Callable[[], str]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the call with the text of its arguments instead of the arguments."""
-        text = partial(str, self.arguments())
-        return RemoteCall, (self.ref, self.actor, self.address, self.worker, self.method, text)
+        """Pickle the call with the description of its arguments instead of the arguments."""
+        arguments = partial(str, self.arguments())
+        fields = (self.ref, self.actor, self.address, self.worker, self.method, arguments)
+        return RemoteCall, fields
 
 
 # ---- waiting ------------------------------------------------------------------------------------
@@ -89,18 +90,18 @@ class RemoteCall:
 
 @dataclass(frozen=True)
 class _Loss:
-    """A call whose output is lost, and Ray's reason."""
+    """A call without an output, because its process died or Ray could not transfer data."""
 
     call: RemoteCall
-    error: RayError
+    error: RayError  # Ray's error for the call
 
     def __str__(self) -> str:
         return f"{self.call.worker}.{self.call.method} has no answer either"
 
     def as_error(self) -> WorkerError:
-        """The error to raise, with the cause as far as Ray and the node know it.
+        """Make the error to raise, with the cause as far as Ray and the node know it.
 
-        The end of the process's standard error is a note of the error.
+        The error has a note with the end of the process's standard error.
         """
         call = self.call
         error = self.error
@@ -123,7 +124,8 @@ class _Loss:
             except RayError as failure:
                 log = CrashLog((f"(they could not be read: {type(failure).__name__})",))
 
-        # Without an address, the count at the start of the process is not known.
+        # Kernel's count of memory kills when the process started. Without an address it is unknown:
+        # with the present count instead, no memory kill is blamed.
         oom_kills = address.oom_kills if address else log.oom_kills
         # Either this driver has killed the process, or Ray and the traces say why it died.
         got, fix = _KILLED.get(address) or cause_of_death(error, log, oom_kills, call.worker.pid)
@@ -138,7 +140,11 @@ class _Loss:
         return death
 
     def _transfer_error(self, problem: str) -> WorkerError:
-        """The error for arguments or an output that Ray could not transfer."""
+        """Make the error for arguments or an output that Ray could not transfer.
+
+        Args:
+            problem: type and message of the exception.
+        """
         call = self.call
         error = WorkerError(
             f"{call.worker} failed in {call.method}",
@@ -150,7 +156,7 @@ class _Loss:
         return error
 
 
-_FAILED = (Failure, _Loss)
+_FAILED = (Failure, _Loss)  # classes in place of the output of a call that failed
 
 
 def resolve(
@@ -174,21 +180,26 @@ def resolve(
             end of the process's standard error.
     """
     wait = _PendingCalls(handles)
-    # A single call to Ray is enough if all are complete soon. Otherwise fetch outputs one by one.
+    # A single call to Ray is enough if all are complete soon. If that fails or takes too long,
+    # `go_on` fetches the outputs one by one.
     with suppress(RayError):
         outputs = ray.get(list(wait.calls), timeout=POLL_S)
         wait.outputs = dict(zip(wait.calls, outputs, strict=True))
     wait.go_on(report_every_s or REPORT_EVERY_S, emit)
-    if wait.failed():
+    if wait.failures():
         raise wait.error()
     return [transport.unpack_result(wait.outputs[call.ref], borrow) for call in handles]
 
 
 def first_outcomes(handles: Sequence[RemoteCall]) -> dict[RemoteCall, Any]:
-    """Wait for one of several calls.
+    """Wait until at least one of several calls has ended.
+
+    Args:
+        handles: the calls.
 
     Returns:
-        Outputs and errors so far, by call. Outputs are lent, as with `borrow` of `resolve`.
+        Output or error of each call that has ended, by call. Outputs are lent, as with `borrow` of
+        `resolve`.
     """
     wait = _PendingCalls(handles)
     wait.go_on(REPORT_EVERY_S, for_one=True)
@@ -208,8 +219,9 @@ class _PendingCalls:
         calls: the calls.
 
     Attributes:
+        description: methods and number of ranks, for messages.
         calls: the calls by the references of their outputs.
-        outputs: packed outputs and failures of completed calls, by reference.
+        outputs: packed output, `Failure` or `_Loss` of each completed call, by reference.
     """
 
     def __init__(self, calls: Sequence[RemoteCall]) -> None:
@@ -218,18 +230,22 @@ class _PendingCalls:
         self.calls = {call.ref: call for call in calls}
         self.outputs: dict[Any, Any] = {}
         if HEAD_LOST.is_set():
-            self.look_at_nodes()
+            self.check_nodes()
 
     def pending(self) -> list[Any]:
         """References of calls that are not complete."""
         return [ref for ref in self.calls if ref not in self.outputs]
 
-    def failed(self) -> list[Failure | _Loss]:
+    def failures(self) -> list[Failure | _Loss]:
         """Failures of completed calls."""
         return [output for output in self.outputs.values() if isinstance(output, _FAILED)]
 
-    def is_over(self, limit_s: float) -> bool:
-        """Wait at most `limit_s` seconds. Returns whether all calls are complete, or one failed."""
+    def poll(self, limit_s: float) -> bool:
+        """Wait at most `limit_s` seconds for all calls, and fetch outputs that are there.
+
+        Returns:
+            Whether the wait is over: all calls are complete, or one has failed.
+        """
         if pending := self.pending():
             ready, _ = ray.wait(pending, num_returns=len(pending), timeout=limit_s)
             for ref in ready:
@@ -237,7 +253,7 @@ class _PendingCalls:
                     self.outputs[ref] = ray.get(ref)
                 except RayError as error:
                     self.outputs[ref] = _Loss(self.calls[ref], error)
-        return not self.pending() or bool(self.failed())
+        return not self.pending() or bool(self.failures())
 
     def go_on(
         self, report_every_s: float, emit: Callable[[str], None] = print, *, for_one: bool = False
@@ -247,19 +263,19 @@ class _PendingCalls:
         Args:
             report_every_s: seconds between two reports.
             emit: receives the reports.
-            for_one: whether to wait for a single call only.
+            for_one: whether to return as soon as any call is complete.
         """
-        if self.is_over(0):
+        if self.poll(0):
             return
         with waiting(self.description, self.report, report_every_s, emit):
             next_look = time.monotonic() + LOOK_AT_NODES_S
-            while not self.is_over(POLL_S) and not (for_one and self.outputs):
+            while not self.poll(POLL_S) and not (for_one and self.outputs):
                 if time.monotonic() >= next_look:
-                    self.look_at_nodes()
+                    self.check_nodes()
                     next_look = time.monotonic() + LOOK_AT_NODES_S
 
-    def look_at_nodes(self) -> None:
-        """Record calls to nodes that accept no connections as lost.
+    def check_nodes(self) -> None:
+        """Look for lost nodes, which accept no connections, and record the calls there as lost.
 
         Raises:
             WorkerLostError: the head of the cluster accepts no connections.
@@ -285,33 +301,41 @@ class _PendingCalls:
                     self.outputs[ref] = _Loss(self.calls[ref], NodeDiedError("its node has died"))
 
     def error(self) -> QuadrigaError:
-        """The error to raise. Waits a moment for further failures, which become its notes."""
+        """Make the error to raise: the likeliest cause, with the other failures as notes.
+
+        Waits a moment for further failures, because the cause may be reported after a consequence.
+        """
         start = time.monotonic()
         while pending := self.pending():
             # A lost peer is a consequence, so its cause is awaited for longer.
             waited_s = time.monotonic() - start
-            kinds = {_cause_order(failure)[0] for failure in self.failed()}
+            kinds = {_cause_order(failure)[0] for failure in self.failures()}
             grace_s = PEER_LOST_GRACE_S if kinds == {_LOST_PEER} else GRACE_S
             if waited_s > grace_s:
                 break
+            # `poll` would wait for all calls.
             ray.wait(pending, timeout=POLL_S)
-            self.is_over(0)
-        first, *further = sorted(self.failed(), key=_cause_order)
+            self.poll(0)
+        first, *further = sorted(self.failures(), key=_cause_order)
         error = first.as_error()
         for failure in further:
             error.add_note(f"And: {failure}")
         return error
 
     def report(self) -> str:
-        """Describe which ranks have responded, and the states of the other ranks."""
-        done = {}
+        """Describe which ranks have responded, and what the other ranks do.
+
+        Asks the late processes for their statuses, for at most `STATUS_LIMIT_S`.
+        """
+        done = {}  # ranks with an output, by role
         late_calls = []
         for ref, call in self.calls.items():
             if ref in self.outputs:
                 done.setdefault(call.worker.role, []).append(call.worker.rank)
             else:
                 late_calls.append(call)
-        # Ranks without an output, by role and what they do: many ranks wait in the same place.
+        # Ranks without an output, by role and phase (what they do). Many ranks wait in the same
+        # place, so they are reported together.
         ranks_at = {}
         statuses = ask_status([call.actor for call in late_calls], STATUS_LIMIT_S)
         for call, status in zip(late_calls, statuses, strict=True):
@@ -319,7 +343,7 @@ class _PendingCalls:
                 phase = "silent: the process does not say" if call.address else "not started"
             elif not status.method:
                 phase = "not begun: the arguments are not there yet"
-            # The process runs its calls in order, and is busy with an earlier one.
+            # The process runs its calls in order, and is still busy with an earlier call.
             elif (status.role, status.method) != (call.worker.role, call.method):
                 phase = f"still in {status.role}.{status.method} for {status.running_s:.0f} s, "
                 phase += f"at {status.phase}"
@@ -341,7 +365,15 @@ class _PendingCalls:
 
 
 def ask_status(actors: Sequence[Any], limit_s: float) -> list[Status | None]:
-    """Request the statuses of processes; None for one that is gone or does not respond in time."""
+    """Request the statuses of processes.
+
+    Args:
+        actors: handles of the processes.
+        limit_s: time limit for all of them together.
+
+    Returns:
+        Status of each process; None if it is gone or does not respond in time.
+    """
     refs = [actor.status.remote() for actor in actors]
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
     # If a process is gone, the call that waits for it raises the reason.
@@ -349,7 +381,7 @@ def ask_status(actors: Sequence[Any], limit_s: float) -> list[Status | None]:
 
 
 def output_or_none(ref: Any) -> Any:
-    """Output of a call; None if it failed, because its process died or the method raised."""
+    """Output of a call to a process; None if the process died or the method raised."""
     try:
         return ray.get(ref)
     except RayError:
@@ -357,7 +389,12 @@ def output_or_none(ref: Any) -> Any:
 
 
 def _cause_order(failure: Failure | _Loss) -> tuple[int, float]:
-    """Sort key that puts likely causes first: deaths, exceptions in order of time, lost peers."""
+    """Sort key that puts likely causes first.
+
+    Returns:
+        Kind of the failure (0 death, 1 exception, 2 lost peer), and its order among failures of the
+        same kind: rank of a dead process, time of an exception.
+    """
     if isinstance(failure, _Loss):
         return 0, failure.call.worker.rank
     kind = _LOST_PEER if isinstance(failure.error, PeerLostError) else 1
@@ -366,10 +403,11 @@ def _cause_order(failure: Failure | _Loss) -> tuple[int, float]:
 
 def _ranks_text(ranks: Sequence[int]) -> str:
     """Ranks in words: `rank 3`, `ranks 0, 2-5`."""
-    # Runs of consecutive ranks: the first rank, and the last one if there are several.
+    # For each run of consecutive ranks [first, last], or [rank] alone.
     spans = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
+            # The rank becomes the last one of the run.
             spans[-1] = [spans[-1][0], rank]
         else:
             spans.append([rank])
@@ -400,7 +438,7 @@ def _second_error(call: RemoteCall) -> RayError | None:
 # ---- the end of processes -----------------------------------------------------------------------
 
 _KILLED: dict[ProcessAddress | None, tuple[str, str]] = {}
-"""Problem and fix of each process that `kill` has ended."""
+"""For each process that `kill` has ended: problem and fix, for the error of the call that waits."""
 
 
 def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
@@ -408,8 +446,8 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
 
     Args:
         actors: handles of the processes.
-        address_refs: references of the outputs of their `address` methods. Only processes whose
-            address is there, which have started, are waited for.
+        address_refs: references of the outputs of their `address` methods. Processes without an
+            address have not started, and are not waited for.
 
     Raises:
         WorkerError: processes are still alive after `END_LIMIT_S`.
@@ -419,7 +457,7 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
         return
     ready, _ = ray.wait(list(address_refs), num_returns=len(address_refs), timeout=0)
     addresses: list[ProcessAddress] = list(filter(None, map(output_or_none, ready)))
-    # Without a head, Ray kills nothing, and reports that only after a minute.
+    # Without a head, Ray kills nothing, and reports that only after a minute: kill at once.
     has_head = not cluster.is_cluster_lost()
     patience_s = RAY_KILLS_S if has_head else 0.0
     if has_head:
@@ -429,7 +467,8 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
     nodes = {(address.node_id, address.node, address.raylet_port) for address in addresses}
     for node_id, node, raylet_port in nodes:
         is_here = node_id == cluster.own_node_id()
-        # Elsewhere a process ends with its raylet, and a raylet a minute after its head.
+        # A function cannot run on another node without its raylet and the head. A process there
+        # ends with its raylet, and a raylet ends a minute after the head.
         if not is_here and not (has_head and cluster.responds(node, raylet_port)):
             continue
         processes = [
@@ -440,6 +479,7 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
                 node_id, _await_end, processes, patience_s, limit_s=NODE_LIMIT_S
             )
         except GetTimeoutError:
+            # Unknown, so report all.
             alive = [pid for pid, _ in processes]
         except RayError:
             # The node is gone, and its processes with it.
@@ -448,10 +488,10 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
     if survivors:
         raise WorkerError(
             "closing a worker group",
-            got=f"{', '.join(survivors)} alive {END_LIMIT_S:g} s after SIGKILL or not answered for",
+            got=f"{', '.join(survivors)} alive after {END_LIMIT_S:g} s, or on a silent node",
             expected="no process left",
-            fix="Such a process waits for a device or a file system; the node's `dmesg` may say "
-            "why.",
+            fix="Look at the node's `dmesg`: a process that survives SIGKILL waits for a device or "
+            "a file system.",
         )
 
 
@@ -475,7 +515,8 @@ def _await_end(processes: Sequence[tuple[int, bytes]], patience_s: float) -> lis
     """Wait until processes of this node are gone. Kills them after `patience_s`.
 
     Args:
-        processes: process id and start time of each.
+        processes: process id and start time of each process. Another process with the same id has
+            another start time.
         patience_s: seconds before the SIGKILL.
 
     Returns:

@@ -62,8 +62,8 @@ FORWARDED = (
 FORWARDED_NAMES = ("PYTHONPATH", "TERM", "COLORTERM", "NO_COLOR", "COLUMNS", "LINES")
 # Ray shows the environment of a job to everyone who can see the cluster.
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-# Lines of Ray's output that are dropped: the state of raylets of lost nodes, and guesses about
-# dead processes. Quadriga's error names the worker or node, and the cause.
+# Lines of Ray's output with these words are dropped: the state of raylets of lost nodes, and
+# guesses about dead processes. Quadriga's error names the worker or node, and the cause.
 _RAY_NOISE = ("[state-dump]", "A worker died or was killed")
 CONNECT_LIMIT_S = 2.0  # time for a node to accept a connection
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -83,18 +83,19 @@ def cluster(
 ) -> Iterator[str]:
     """Context manager: join or start a cluster, and leave or end it on exit.
 
-    A process that is already connected to a cluster keeps using that cluster. Yields the address of
-    the cluster's head.
+    Yields the address of the cluster's head. A process that is already connected to a cluster keeps
+    using it: it is neither joined again nor left on exit.
 
     Args:
         arguments: arguments of `ray.init`, from `ray_kwargs.ray_init`.
         num_processes: number of processes of all pools. A started cluster gets a logical CPU each.
         timeline_file: file for Ray's timeline, written on exit.
-        num_nodes: number of nodes of the largest pool. A started cluster has one.
+        num_nodes: number of nodes of the largest pool. A started cluster has one node.
 
     Raises:
         ConfigError: several nodes are needed, but there is no address of a cluster.
-        WorkerError: there is no cluster at the address, or it has another version of Ray or Python.
+        WorkerError: Ray is too old; or there is no cluster at the address, or it has another
+            version of Ray or Python; or a cluster cannot be started.
     """
     if release_numbers(ray.__version__) < release_numbers(LEAST_RAY):
         raise WorkerError(
@@ -105,7 +106,8 @@ def cluster(
     where = ADDRESS_KEY if arguments.get("address") else "RAY_ADDRESS"
 
     if address == "local":
-        # Cores as OpenMP counts them, without the quota of a control group.
+        # Count cores as OpenMP does: those that this process may use, without regard to the quota
+        # of a control group.
         num_cores = os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
             num_cores = len(os.sched_getaffinity(0))
@@ -134,6 +136,7 @@ def cluster(
 
     global_worker_stdstream_dispatcher.add_handler("quadriga", _drop_noise)
     with ExitStack() as stack:
+        # On exit, the last entry runs first: end the cluster, disconnect, show all lines again.
         stack.callback(global_worker_stdstream_dispatcher.remove_handler, "quadriga")
         stack.callback(_disconnect)
         if address == "local":
@@ -152,7 +155,7 @@ class _OwnCluster:
 
     Args:
         arguments: arguments of `ray.init`.
-        where: where its address was configured, for errors.
+        where: name of the key or variable with the address, for errors.
         former_sessions: folders of earlier clusters of this process.
     """
 
@@ -164,12 +167,14 @@ class _OwnCluster:
         session = str(_connect("local", arguments, where).address_info["session_dir"])
         # Ray may create the folders of earlier clusters again, so delete them as well.
         self.sessions = [*former_sessions, session]
+        # The head is the GCS; a cluster of one machine has one raylet.
         processes = ray._private.worker._global_node.all_processes
         self._parts = [processes[name][0].process for name in ("gcs_server", "raylet")]
+        # Ends the cluster and deletes its folders once this process is gone.
         self._sweeper = start_beside("_end_sessions_behind", os.getpid(), self.sessions)
 
     def is_broken(self) -> bool:
-        """Whether its head or raylet has ended."""
+        """Whether the head or the raylet of the cluster has ended."""
         return any(part.poll() is not None for part in self._parts)
 
     def end(self, *, is_failed: bool) -> None:
@@ -182,16 +187,26 @@ class _OwnCluster:
                 end_session(session)
 
 
-_OWN: list[_OwnCluster] = []  # the cluster of this process, if it has started one
+_OWN: list[_OwnCluster] = []  # the cluster of this process; empty if it has started none
 
 
 def _end_own_cluster(kind: type[BaseException] | None, *_: Any) -> None:
-    """Exit callback: end the cluster of this process."""
+    """Callback of an exit stack: end the cluster of this process.
+
+    Args:
+        kind: class of the exception that left the stack; None without one.
+        _: not used.
+    """
+    # Ctrl-C, and a caller that closes the context early, are no failures.
     _OWN.pop().end(is_failed=kind not in (None, KeyboardInterrupt, GeneratorExit))
 
 
 def is_cluster_lost() -> bool:
-    """Whether the connected cluster has lost its head, or a cluster of this process any part."""
+    """Whether the connected cluster is lost.
+
+    A joined cluster is lost without its head. A cluster that this process has started is lost
+    without its head or its raylet.
+    """
     return any(own_cluster.is_broken() for own_cluster in _OWN) or is_lost(*head_address())
 
 
@@ -230,7 +245,7 @@ def _disconnect() -> None:
 
 
 def _drop_noise(batch: dict[str, Any]) -> None:
-    """Handler of Ray's output: remove lines of `_RAY_NOISE`."""
+    """Handler of Ray's output: remove lines with words of `_RAY_NOISE` from a batch of lines."""
     lines = batch["lines"]
     batch["lines"] = [line for line in lines if not any(noise in line for noise in _RAY_NOISE)]
 
@@ -242,9 +257,9 @@ def keeping_sigterm_handler() -> Iterator[None]:
     `ray.init` installs a Python handler, and `ray.shutdown` does not remove it. Forked processes
     inherit the handler, and may then survive SIGTERM: Python runs a handler between two bytecodes,
     so a signal that arrives just before the child blocks in a lock is not handled, and
-    `multiprocessing.Pool.terminate` waits forever. When a cluster is renewed, Ray's handler would
-    also replace the one that ends a run after its step (`quadriga.observe.stopping`). Only the main
-    thread can set handlers, and Ray sets none in other threads.
+    `multiprocessing.Pool.terminate` waits forever. When a cluster is restarted, Ray's handler would
+    also replace the handler that ends a run after its step (`quadriga.observe.stopping`). Only the
+    main thread can set handlers, and Ray sets none in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -253,7 +268,7 @@ def keeping_sigterm_handler() -> Iterator[None]:
     try:
         yield
     finally:
-        # None: it was not installed by Python, which therefore cannot set it again.
+        # None: the handler was not installed by Python, which therefore cannot set it again.
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
 
@@ -264,7 +279,7 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
     Args:
         address: address of a cluster, or "local" to start one.
         arguments: other arguments of `ray.init`.
-        where: where the address was configured, for errors.
+        where: name of the key or variable with the address, for errors.
 
     Returns:
         Ray's context.
@@ -280,8 +295,8 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
     # Ray raises a bare Exception if a node does not start in time.
     except Exception as error:
         if isinstance(error, RuntimeError) and "Version mismatch" in str(error):
-            # Ray's message has an indented line for each version: Ray and Python of the cluster,
-            # then of this process.
+            # Ray's message has four indented lines, such as "    Ray: 2.60.0": Ray and Python of
+            # the cluster, then of this process.
             lines = [line for line in str(error).splitlines() if line.startswith("    ")]
             values = [line.partition(":")[2].strip() for line in lines]
             cluster_ray, cluster_python, this_ray, this_python = values[:4]
@@ -289,22 +304,22 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
                 f"Ray cluster at {address}",
                 got=f"Ray {cluster_ray} on Python {cluster_python}",
                 expected=f"Ray {this_ray} on Python {this_python}, as this process has",
-                fix="Use one environment for the cluster and the command: in this one, `ray stop` "
-                "and `ray start --head`.",
+                fix="Restart the cluster from this environment: `ray stop`, `ray start --head`.",
             ) from error
+        # The message in one line, without a traceback.
         message = " ".join(str(error.__cause__ or error).split())
         reason = message.partition(" Traceback (most")[0].rstrip(".:")
+        key = f"{where}={address}"
         if address == "local":
-            where = "ray_kwargs.ray_init"
+            key = "ray_kwargs.ray_init"
             expected = "a cluster on this machine"
             fix = "Check ray_kwargs.ray_init, the arguments of ray.init, and Ray's logs in "
             fix += "/tmp/ray/session_latest/logs."
         else:
-            where = f"{where}={address}"
             expected = "a cluster that can be joined"
             fix = "For an existing cluster, pass num_cpus, num_gpus, resources and the like to "
             fix += "`ray start`."
-        raise WorkerError(where, got=reason, expected=expected, fix=fix) from error
+        raise WorkerError(key, got=reason, expected=expected, fix=fix) from error
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
@@ -324,15 +339,18 @@ def forwarded_variables() -> dict[str, str]:
 
 
 def _joining_env(where: str, address: str, configured: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Build the runtime environment for processes of a joined cluster.
+    """Check the address of a cluster, and build the runtime environment for processes there.
 
     Args:
-        where: where the address was configured, for errors.
+        where: name of the key or variable with the address, for errors.
         address: address of the cluster.
         configured: the user's runtime environment, which takes precedence.
 
+    Returns:
+        The runtime environment: variables of this process, and a hook that enters its directory.
+
     Raises:
-        WorkerError: there is no cluster at the address.
+        WorkerError: the address has another form, or there is no cluster at it.
     """
     _, colon, port = address.rpartition(":")
     is_address = bool(colon) and port.isdecimal() and "://" not in address
@@ -342,7 +360,8 @@ def _joining_env(where: str, address: str, configured: Mapping[str, Any] | None)
         if address.startswith("ray://"):
             fix = f"Ray Client (ray://) keeps the driver out of the cluster's shared memory. {fix}"
         raise WorkerError(where, got=f"'{address}'", expected="HOST:PORT, auto or local", fix=fix)
-    # Check first: Ray would wait two minutes for a silent address, and ten for another program.
+    # Check this before Ray does: it would wait two minutes for a silent address, and ten minutes
+    # for the answer of another program.
     if address != "auto" and not is_head(*_host_and_port(address)):
         is_used = responds(*_host_and_port(address))
         answer = "something else answers" if is_used else "nothing answers"
@@ -350,8 +369,8 @@ def _joining_env(where: str, address: str, configured: Mapping[str, Any] | None)
             where,
             got=f"'{address}', where {answer}",
             expected="the address of a Ray cluster that is up",
-            fix="Start one with `ray start --head --port=PORT`, or leave the address out: then one "
-            "is started for the run.",
+            fix="Start a cluster with `ray start --head --port=PORT`, or leave the address out: a "
+            "cluster is then started for the run.",
         )
     runtime_env = dict(configured or {})
     variables = forwarded_variables() | runtime_env.pop("env_vars", {})
@@ -379,21 +398,24 @@ def responds(address: str, port: int) -> bool:
 
 
 def is_head(address: str, port: int) -> bool:
-    """Whether a program at an address speaks HTTP/2, like a cluster's head. TLS is not checked."""
+    """Whether a program at an address speaks HTTP/2, like a cluster's head.
+
+    With TLS, any program that accepts connections counts.
+    """
     if os.environ.get("RAY_USE_TLS") == "1":
         return responds(address, port)
     try:
         with socket.create_connection((address, port), timeout=CONNECT_LIMIT_S) as connection:
             connection.settimeout(5 * CONNECT_LIMIT_S)  # the head may be busy
             connection.sendall(_HTTP2_GREETING)
-            # The header of a frame has 9 bytes, of which the fourth is its type.
+            # The header of a frame has 9 bytes. The fourth is the type: 4, a settings frame.
             return connection.recv(9)[3:4] == b"\x04"
     except OSError:
         return False
 
 
 def is_lost(address: str, port: int) -> bool:
-    """Whether no program accepts connections at an address, at two attempts."""
+    """Whether two attempts to connect to an address fail, `SECOND_LOOK_S` apart."""
     if responds(address, port):
         return False
     time.sleep(SECOND_LOOK_S)
@@ -431,8 +453,10 @@ def run_on_node(
     return ray.get(task.remote(*args), timeout=limit_s)
 
 
-def await_lost_nodes() -> None:
-    """Wait until Ray has noticed all lost nodes. Until then, it would place processes on them.
+def wait_until_ray_drops_lost_nodes() -> None:
+    """Wait until Ray no longer considers lost nodes alive: it would place processes on them.
+
+    Returns at once if all nodes that Ray considers alive accept connections.
 
     Raises:
         WorkerError: Ray still considers a lost node alive after `LOST_NODES_LIMIT_S`.
@@ -450,8 +474,8 @@ def await_lost_nodes() -> None:
         if time.monotonic() > deadline:
             raise WorkerError(
                 "nodes of the Ray cluster",
-                got=f"no answer from {', '.join(lost)}, which Ray counts on",
-                expected="nodes that answer, or that Ray has given up",
+                got=f"no answer from {', '.join(lost)}, which Ray still considers alive",
+                expected=f"that Ray notices lost nodes within {LOST_NODES_LIMIT_S:.0f} s",
                 fix="See the nodes with `ray status`, and end Ray on the lost ones (`ray stop`).",
             )
         time.sleep(SECOND_LOOK_S)

@@ -6,14 +6,18 @@
       copy   -- copy_state ------> | thread: copies into it
              -- mirror ---------------------------------------------> | fetch from the node before
       step ...
-      newest -- whole -----------------------------------------------> steps with right checksums
+      newest -- complete_steps --------------------------------------> steps with right checksums
       load   -- load_copy -------> reads its chunks, on its node or from another keeper
 
 After it has lost a process, a run resumes from such a copy instead of an older checkpoint on disk.
-If the cluster has one node, the driver itself keeps the copies; else an actor on each node does.
-The memory is in no file system, and is freed when the processes that map it have ended, even if
-they were killed. Nothing waits for a copy: a step that ends while the previous copy is still being
-mirrored is not copied. The driver's part of the state stays in the driver.
+If the cluster has one node, the driver itself is the keeper, and nothing is mirrored; else an actor
+on each node is a keeper. The memory is in no file system, and is freed when the processes that map
+it have ended, even if they were killed. Nothing waits for a copy: a step that ends while the
+previous copy is still being mirrored is not copied. The driver's part of the state stays in the
+driver.
+
+The memory of a rank has two slots, one for even steps and one for odd steps, so that the previous
+copy is still complete while the next one is written (`quadriga.protocol.memory`).
 """
 
 import os
@@ -37,7 +41,8 @@ MIRROR_BYTES = 64 << 20  # size of the pieces in which slots are fetched
 MIRROR_LIMIT_S = 600.0  # time for a source to complete its slots
 # Name of the only node of a cluster. Unlike Ray's id, it stays valid when the cluster is restarted.
 HERE = "here"
-Owner = tuple[str, int]  # a part of the checkpoint, and a rank of its workers
+Owner = tuple[str, int]
+"""A rank whose state is copied: part of the checkpoint, such as "actor", and number of the rank."""
 
 
 class Keeper:
@@ -47,17 +52,17 @@ class Keeper:
     """
 
     def __init__(self) -> None:
-        self._files: dict[Owner, int] = {}
+        self._files: dict[Owner, int] = {}  # file descriptor of the memory of each owner
 
     def make(self, sizes: Mapping[Owner, int]) -> tuple[dict[Owner, str], str]:
-        """Allocate memory, and release earlier memory.
+        """Release earlier memory, and allocate memory for copies.
 
         Args:
             sizes: size in bytes for each owner.
 
         Returns:
-            The paths by which processes of the node open the memory, and "". If more than half of
-            the free memory would be needed: no paths, and the reason.
+            By owner the path with which processes of the node open the memory, and "". If more than
+            half of the free memory would be needed: {} and the reason.
         """
         while self._files:
             _, file = self._files.popitem()
@@ -79,8 +84,8 @@ class Keeper:
             paths[owner] = f"/proc/{os.getpid()}/fd/{file}"
         return paths, ""
 
-    def whole(self) -> dict[Owner, list[int]]:
-        """Find the steps of each owner's complete copies."""
+    def complete_steps(self) -> dict[Owner, list[int]]:
+        """Find the steps of which each owner has a complete copy on this node."""
         return {owner: whole_steps(self._content(owner)) for owner in self._files}
 
     def read(self, owner: Owner, step: int, start: int, size: int) -> np.ndarray | None:
@@ -93,8 +98,8 @@ class Keeper:
             size: number of bytes.
 
         Returns:
-            The bytes [size], or fewer at the slot's end. None while the slot is incomplete, or has
-            another step.
+            A copy of the bytes [size], or of fewer at the slot's end. None while the slot is
+            incomplete, or has another step.
         """
         slot = slot_of(self._content(owner), step)
         # The first number of a slot is its step, or 0 while it is written.
@@ -108,6 +113,8 @@ class Keeper:
     def mirror(self, source: Any, owners: Sequence[Owner], step: int) -> None:
         """Fetch the slots of a step from the keeper of another node, once they are complete.
 
+        Gives up after `MIRROR_LIMIT_S`; a slot that was not fetched stays marked as incomplete.
+
         Args:
             source: handle of the other keeper.
             owners: the ranks whose slots are fetched.
@@ -116,7 +123,7 @@ class Keeper:
         deadline = time.monotonic() + MIRROR_LIMIT_S
         for owner in owners:
             slot = slot_of(self._content(owner), step)
-            slot[:8] = 0
+            slot[:8] = 0  # incomplete
             # Backwards, so that the header, which marks the slot as complete, comes last.
             for start in reversed(range(0, len(slot), MIRROR_BYTES)):
                 fetch = partial(source.read.remote, owner, step, start, MIRROR_BYTES)
@@ -142,7 +149,15 @@ class _CopyLocations:
     keepers: dict[str, Any]  # by node: handle of its keeper, unless the driver is the keeper
 
     def read(self, step: int, part: str, rank: int, start: int, size: int) -> Any:
-        """Read bytes of a slot, in a worker. For the arguments see `Keeper.read`."""
+        """Read bytes of a slot, in a worker: from memory of this node, or else from a keeper.
+
+        Args:
+            step: number of the step.
+            part: part of the checkpoint.
+            rank: rank that was copied.
+            start: first byte in the slot.
+            size: number of bytes.
+        """
         nodes = self.nodes[part, rank]
         this_node = own_node_id() if self.keepers else HERE
         if this_node not in nodes:
@@ -155,7 +170,7 @@ class _CopyLocations:
 
 @dataclass(frozen=True)
 class NewestState:
-    """The newest state of which all ranks have complete copies."""
+    """The newest state of which complete copies of all ranks exist."""
 
     step: int  # the step after which it was copied
     driver: dict[str, Any]  # the driver's part of the state
@@ -163,13 +178,17 @@ class NewestState:
     memory: _CopyLocations
 
     def load(self, workers: Mapping[str, Any]) -> None:
-        """Load the state into the workers of each part, whose layout may have changed."""
+        """Load the state into workers, whose layout may differ from that of the copied ones.
+
+        Args:
+            workers: group of workers of each part of the checkpoint.
+        """
         for part, worker in workers.items():
             worker.load_copy(self.plans[part], partial(self.memory.read, self.step, part))
 
 
 class StateCopies:
-    """The copies of a run. They and this object outlive its workers, and end with the driver."""
+    """The copies of a run's state. They outlive the run's workers, and end with the driver."""
 
     def __init__(self) -> None:
         self._keepers: dict[str, Any] = {}  # a `Keeper` or its actor, by node
@@ -183,14 +202,16 @@ class StateCopies:
 
     @property
     def steps(self) -> str:
-        """The last copied steps, to be printed."""
+        """The last steps whose copy was started, as text such as `7 or 8`."""
         return " or ".join(map(str, self._driver))
 
     def attach(self, workers: Mapping[str, Any]) -> str:
         """Prepare copies of the states of workers. Discards earlier copies: load them first.
 
+        Without enough memory, later calls of `copy` do nothing.
+
         Args:
-            workers: groups of workers, by part of the checkpoint.
+            workers: group of workers of each part of the checkpoint.
 
         Returns:
             The choice and its reason, to be printed.
@@ -213,15 +234,16 @@ class StateCopies:
         cycle = sorted(set(homes.values()))
         self._drop(set(self._keepers) - set(cycle))
         mirror_of = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
-        # Each owner's node, and the one that mirrors it, unless there is only one node.
+        # For each owner: its node and then its mirror. In a cycle of one node, these are the same.
         nodes = {
             owner: list(dict.fromkeys((home, mirror_of[home]))) for owner, home in homes.items()
         }
 
-        # The keepers make the memory, and the ranks open it. Without all of it there are no copies.
+        # The keepers make the memory, and the ranks open it. If one of them refuses, there are no
+        # copies at all.
         paths = {}
-        refusal = ""
-        largest = 0
+        refusal = ""  # reason of the first refusal
+        largest = 0  # bytes on the node with the most memory
         for node in cycle:
             node_sizes = {owner: sizes[owner] for owner in nodes if node in nodes[owner]}
             paths[node], reason = self._call(node, "make", node_sizes)
@@ -231,6 +253,7 @@ class StateCopies:
             if refusal:
                 break
             rank_paths = [paths[home][owner] for owner, home in homes.items() if owner[0] == part]
+            # The reasons of all ranks; "" from a rank that has opened its memory.
             refusal = next(filter(None, worker.open_copies(rank_paths)), "")
         if refusal:
             return f"none ({refusal}): a lost process costs the steps since the last checkpoint"
@@ -244,6 +267,9 @@ class StateCopies:
     def copy(self, step: int, driver: dict[str, Any]) -> None:
         """Start to copy the state after a step.
 
+        Does nothing while the previous copy is still being mirrored, without memory for copies, and
+        once a keeper was lost, until `attach`.
+
         Args:
             step: number of the step.
             driver: the driver's part of the state.
@@ -252,7 +278,8 @@ class StateCopies:
         mirrors = self._mirrors
         if memory is None or not self._workers:
             return
-        # While a copy is still on its way to other nodes, leave out steps instead of waiting.
+        # The second list of `ray.wait` has the calls that have not ended. Leave out this step
+        # instead of waiting for them.
         if mirrors and ray.wait(mirrors, num_returns=len(mirrors), timeout=0)[1]:
             return
         try:
@@ -272,6 +299,7 @@ class StateCopies:
         self._mirrors = []
         for source, keeper in memory.keepers.items():
             for node in memory.paths:
+                # The ranks that run on `source` and are mirrored on `node`.
                 owners = [owner for owner in memory.nodes if memory.nodes[owner] == [source, node]]
                 if owners:
                     mirror = self._keepers[node].mirror.remote(keeper, owners, step)
@@ -280,22 +308,25 @@ class StateCopies:
     def newest(self) -> NewestState | None:
         """Find the newest state of which each rank has a complete copy on a living node.
 
+        Forgets the keepers of lost nodes.
+
         Returns:
             The state; None if there is none.
         """
-        # By node and owner, the steps of complete copies.
+        # By node: for each owner the steps of complete copies.
         complete = {}
         for node in list(self._keepers):
             try:
-                complete[node] = self._call(node, "whole")
+                complete[node] = self._call(node, "complete_steps")
             except ray.exceptions.RayError:
                 print(f"state copies: those on node {node} are lost with it")
                 del self._keepers[node]
-        # Once the cluster has more nodes, workers may run where the driver's memory is not.
+        # The driver's memory is of no use to workers on other nodes, which a cluster may have got.
         if self._memory is None or (HERE in complete and not _is_one_node()):
             return None
         # The newest step is incomplete if a rank was lost while it was copied.
         for step, driver in reversed(self._driver.items()):
+            # The nodes that have a complete copy of this step, for each owner.
             nodes = {}
             for owner, owner_nodes in self._memory.nodes.items():
                 nodes[owner] = [
@@ -311,7 +342,7 @@ class StateCopies:
         self._drop(set(self._keepers))
 
     def _drop(self, nodes: Iterable[str]) -> None:
-        """Free the memory of some nodes."""
+        """Free the memory of some nodes, and end their keepers."""
         for node in nodes:
             keeper = self._keepers.pop(node)
             if node == HERE:
@@ -320,7 +351,11 @@ class StateCopies:
                 ray.kill(keeper)
 
     def _call(self, node: str, method: str, *args: Any) -> Any:
-        """Call a method of a node's keeper, which is started if there is none yet."""
+        """Call a method of a node's keeper, and wait for the result. Starts a missing keeper.
+
+        Raises:
+            RayError: the node is lost.
+        """
         if node == HERE:
             keeper = self._keepers.setdefault(node, Keeper())
             return getattr(keeper, method)(*args)

@@ -29,7 +29,7 @@ from quadriga.single_controller import dispatch
 
 NUM_LAST_LINES = 20  # lines of a dead process's standard error that are shown
 _PACKAGE = Path(errors.__file__).parent
-# Files that only carry a call to a worker.
+# Beginnings of the paths of files that only carry a call to a worker.
 _PLUMBING = (str(Path(__file__).parent), dispatch.__file__)
 
 # ---- a method that raised -----------------------------------------------------------------------
@@ -67,8 +67,9 @@ class Failure:
     trace: str  # formatted traceback, without the frames that carried the call to the worker
     time_s: float  # wall clock time of the exception, in seconds
     running_s: float  # running time of the method until then, in seconds
-    # The exception if it is an error of Quadriga, or a PeerLostError for a lost peer. Its `worker`
-    # is set if the exception reported the failure of another worker.
+    # The exception if it is an error of Quadriga, or a PeerLostError if a collective failed because
+    # another process left it; else None. `error.worker` is set if this worker has called another
+    # one, which failed.
     error: QuadrigaError | None = None
 
     @classmethod
@@ -84,15 +85,16 @@ class Failure:
             arguments: description of the call's arguments.
             running_s: running time of the method until then, in seconds.
         """
-        # Skip the frames that carried the call to the worker.
+        # Skip the outermost frames, which carried the call to the worker.
         first = error.__traceback__
         while first is not None and not is_of_interest(first.tb_frame.f_code.co_filename):
             first = first.tb_next
         frames = first or error.__traceback__
 
+        # The error in a class that the driver has, too.
         driver_error = None
         if isinstance(error, QuadrigaError):
-            # The driver may not have a user's subclass: use its nearest base class in `errors`.
+            # Of a user's subclass, take the nearest base class in `errors`.
             kind = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
             if _is_lost_peer(error):
                 kind = PeerLostError
@@ -115,7 +117,12 @@ class Failure:
         )
 
     def as_error(self) -> QuadrigaError:
-        """The error to raise on the driver: an error of Quadriga in its type, or a WorkerError."""
+        """Make the error to raise on the driver, with a note of the traceback.
+
+        Returns:
+            `error` with the worker and the method before its place; a WorkerError if the exception
+            was none of Quadriga.
+        """
         where = f"{self.worker} failed in {self.method}"
         error = self.error
         if error is None:
@@ -125,7 +132,7 @@ class Failure:
         elif not error.worker:
             where = f"{where}: {error.where}"
             error = type(error)(where, got=error.got, expected=error.expected, fix=error.fix)
-        # Else the error names another worker already, and the note below names this one.
+        # Otherwise the error names another worker already, and only the note names this worker.
         error.worker = error.worker or str(self.worker)
         process = f"{self.worker}, process {self.worker.pid}"
         error.add_note(f"\n{process}, called with {self.arguments}:\n{self.trace}")
@@ -147,20 +154,21 @@ def _is_lost_peer(error: BaseException | None) -> bool:
 
 
 def is_of_interest(filename: str) -> bool:
-    """Whether a file belongs to the user or Quadriga. False for code that only calls workers."""
+    """Whether a file is the user's or Quadriga's, and does not only carry calls to workers."""
     if filename.startswith(f"{_PACKAGE}/"):
         return not filename.startswith(_PLUMBING)
     return not filename.startswith((*LIBRARIES, "<frozen "))
 
 
 def location_of(frames: Iterator[FrameType]) -> str:
-    """Describe the innermost frame outside libraries, and the library's frame that it waits for.
+    """Describe where a thread is, in code of the user or Quadriga.
 
     Args:
-        frames: the frames, innermost first.
+        frames: the frames of the thread, innermost first.
 
     Returns:
-        File, line and function.
+        File, line and function of the innermost frame outside libraries. If that frame has called a
+        library, also those of the innermost frame of all.
     """
     innermost = next(frames, None)
     frame = innermost
@@ -176,8 +184,8 @@ def _describe_frame(frame: FrameType | None) -> str:
     if frame is None:
         return "an unknown place"
     path = frame.f_code.co_filename
-    # The shortest unique form: relative to site-packages (which may be in the checkout) or the
-    # package.
+    # Show a path relative to site-packages or to the checkout. Site-packages come first, because
+    # they may be in the checkout.
     for root in (*LIBRARIES, str(_PACKAGE.parent)):
         path = path.removeprefix(f"{root}/")
     return f"{path}:{frame.f_lineno} in {frame.f_code.co_qualname}"
@@ -203,7 +211,7 @@ _LESS_MEMORY = (
     "`RAY_memory_usage_threshold`, set where Ray is started, is the share of the memory that it "
     "allows."
 )
-# Causes of death with their fixes. `_RAY_MESSAGES` finds them by words of Ray's messages.
+# Pairs of a cause of death and a fix. `_RAY_MESSAGES` finds them by words of Ray's messages.
 _KERNEL = ("killed by the kernel while the node was out of memory", _LESS_MEMORY)
 _SILENT = (
     "it ended without a word, as after SIGKILL or os._exit()",
@@ -237,7 +245,11 @@ def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
 
 
 def crash_log(log: str) -> CrashLog:
-    """Read the traces of a dead process on this node. `log` is the file of its standard error."""
+    """Read the traces of a dead process on this node.
+
+    Args:
+        log: path of the file with the process's standard error.
+    """
     path = Path(log)
     if not path.is_file():
         return CrashLog(oom_kills=oom_kills())
@@ -247,7 +259,7 @@ def crash_log(log: str) -> CrashLog:
     # Drop Ray's marks for its log monitor, and the fault handler's list of C extensions.
     noise = (":", "Extension modules: ")
     lines = [line for line in lines if line.strip() and not line.startswith(noise)]
-    # Show the whole report of the fault handler.
+    # Show the whole last report of the fault handler, even if it is longer.
     reports = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
     first = min([len(lines) - NUM_LAST_LINES, *reports[-1:]])
     return CrashLog(tuple(lines[max(0, first) :]), oom_kills())
@@ -282,7 +294,7 @@ def cause_of_death(
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return f"the process could not be set up: {lines[-1]}", ""
 
-    # What the process or the kernel has left behind, from the surest sign to the weakest.
+    # Traces that the process or the kernel has left behind, from the surest to the weakest.
     if fatal := _fatal_error(log.last_lines):
         return fatal, ""
     if "receives a SIGTERM" in text:
@@ -290,6 +302,7 @@ def cause_of_death(
     if status := re.search(r"exit code (\d+)", text):
         return f"exit status {status[1]}", ""
     cause = next((cause for words, cause in _RAY_MESSAGES.items() if words in text), None)
+    # Ray does not know that the kernel killed a process for lack of memory.
     if cause in (None, _SILENT) and log.oom_kills > oom_kills_before:
         return _KERNEL
     if cause is not None:
@@ -306,6 +319,7 @@ def _fatal_error(lines: tuple[str, ...]) -> str:
         lines: the end of the process's standard error.
     """
     text = "\n".join(lines)
+    # Take the last report: "Fatal Python error: " and the problem, then the stacks of all threads.
     _, start, report = f"\n{text}".rpartition("\nFatal Python error: ")
     if not start:
         return ""

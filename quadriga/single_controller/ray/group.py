@@ -34,7 +34,11 @@ from quadriga.observe.machine import num_usable_cores
 from quadriga.single_controller.dispatch import Arguments
 from quadriga.single_controller.ray import calls
 from quadriga.single_controller.ray.calls import RemoteCall
-from quadriga.single_controller.ray.cluster import await_lost_nodes, renew_own_cluster, run_on_node
+from quadriga.single_controller.ray.cluster import (
+    renew_own_cluster,
+    run_on_node,
+    wait_until_ray_drops_lost_nodes,
+)
 from quadriga.single_controller.ray.errors import WorkerName
 from quadriga.single_controller.ray.heartbeat import Heartbeat
 from quadriga.single_controller.ray.pools import RayResourcePool, ResourcePoolManager
@@ -85,7 +89,7 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
             defaults = cls._default_options.items()
             self.options = {key: value for key, value in defaults if value is not None}
             # `ray.remote` derives a class from the one that it wraps.
-            cls = cls.__ray_metadata__.modified_class.__ray_actor_class__
+            cls = cls.__ray_metadata__.modified_class.__ray_actor_class__  # the wrapped class
         forbidden = ", ".join(sorted(_GROUP_OPTIONS & set(self.options)))
         if forbidden:
             raise WorkerError(
@@ -122,6 +126,9 @@ def create_colocated_worker_cls(
     Args:
         class_dict: class and arguments of each role.
 
+    Returns:
+        A new subclass of `WorkerDict` with these roles.
+
     Raises:
         WorkerError: there are no roles, or their actor options differ.
     """
@@ -138,13 +145,15 @@ def create_colocated_worker_cls(
                 raise WorkerError(
                     f"create_colocated_worker_cls: option {key}",
                     got=f"{value!r} for {role}, {earlier!r} before it",
-                    expected="one value, because the roles share their processes",
+                    expected="the same value, because the roles share their processes",
                 )
     return colocated
 
 
 def _num_cores_of(node_id: str) -> int:
-    """Number of cores that processes on a node may use, asked on that node.
+    """Ask a node for the number of cores that processes there may use.
+
+    Starts a process on the node, which takes long if it is the first one.
 
     Raises:
         WorkerLostError: the node is lost, or starts no process.
@@ -165,7 +174,7 @@ def _num_cores_of(node_id: str) -> int:
 class WorkerProcesses:
     """Processes on the bundles of a pool, and the workers of one or several roles in them.
 
-    The constructor does not wait for the processes.
+    The constructor waits for the number of cores of each node, but not for the processes.
 
     Args:
         name: name of the group, for messages.
@@ -173,6 +182,13 @@ class WorkerProcesses:
         options: options of `ray.remote`.
         entries: class and arguments of the worker of each role. Workers are built as soon as all
             processes have started.
+
+    Attributes:
+        threads: the choice of threads with its reason, to be printed.
+        actors: handles of the processes, by rank.
+        address_refs: references of the outputs of `WorkerProcess.address`, by rank.
+        load_refs: references of the outputs of `WorkerProcess.load`, by rank.
+        is_ended: whether the group is shut down, so that processes must not be restarted.
     """
 
     def __init__(
@@ -187,7 +203,7 @@ class WorkerProcesses:
         self.pool = pool
         bundles, share = pool.take_share(name)
 
-        # Threads of each process, by node.
+        # For each node: number of its processes, and threads of each of them.
         counts = Counter(bundle.node_id for bundle in bundles)
         threads = {}
         for node, count in counts.items():
@@ -262,12 +278,12 @@ class WorkerProcesses:
         self._build([rank], self.addresses)
 
     def _start_of(self, rank: int) -> RemoteCall:
-        """The start of a process, as a call that returns its address."""
+        """The start of a process, as a call that returns the address of the process."""
         name = WorkerName(self.name, rank, len(self.actors))
         return RemoteCall(self.address_refs[rank], self.actors[rank], None, name, "start", str)
 
     def loads(self) -> list[RemoteCall]:
-        """The imports of all processes, as calls. Waits until the processes have started."""
+        """The imports of modules in all processes, as calls. Waits until all have started."""
         places = zip(self.starts(), self.load_refs, self.addresses, strict=True)
         return [
             replace(start, ref=ref, address=address, method="load")
@@ -277,7 +293,7 @@ class WorkerProcesses:
     def _load(self, actor: Any) -> Any:
         """Start to import the modules of the workers, while the driver prepares their arguments.
 
-        Modules of the user are sent later, with the workers themselves.
+        Modules of the user are not imported here: they are sent later, with the workers.
 
         Args:
             actor: handle of the process.
@@ -285,12 +301,15 @@ class WorkerProcesses:
         Returns:
             Reference of the output.
         """
+        # Including the modules of base classes.
         bases = [base for entry in self.entries.values() for base in entry.cls.__mro__]
         modules = [base.__module__ for base in bases if base.__module__.startswith("quadriga.")]
         return actor.load.remote(list(dict.fromkeys(modules)))
 
     def _build(self, ranks: Sequence[int], addresses: Sequence[ProcessAddress]) -> None:
-        """Start to build the workers of some ranks. A later call to one reports its failure.
+        """Start to build the workers of some ranks.
+
+        Does not wait. If a worker cannot be built, every later call to it returns the failure.
 
         Args:
             ranks: the ranks.
@@ -344,7 +363,7 @@ class RayWorkerGroup(WorkerGroup[W]):
             processes = WorkerProcesses(self.name, resource_pool, entry.options, entries)
         self.processes = processes
         self._roles: dict[str, RayWorkerGroup[Any]] = {}
-        # With several roles, the group has their methods in place of those of `WorkerDict`.
+        # A group of a `WorkerDict` has the methods of its roles, and none of `WorkerDict` itself.
         if roles:
             self.methods = {}
         for role, role_entry in roles.items():
@@ -354,7 +373,11 @@ class RayWorkerGroup(WorkerGroup[W]):
                 self.methods[f"{role}_{method}"] = registration
 
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[RemoteCall]:
-        """Start a method on the group's ranks. Shared columns go into the object store once."""
+        """Start a method without waiting; see `WorkerGroup.start_all`.
+
+        The first call waits for the processes. Columns that several ranks share go into the object
+        store once.
+        """
         group, method = self._group_of(method_name)
         addresses = self.processes.addresses
         is_beside = method in group.methods and group.methods[method].is_beside
@@ -363,7 +386,8 @@ class RayWorkerGroup(WorkerGroup[W]):
             rank = self.ranks[number]
             address = addresses[rank]
             actor = self.processes.actors[rank]
-            # One argument instead of three, because each costs Ray time.
+            # Send a single argument instead of three, because each argument costs Ray time.
+            # `WorkerProcess.call` splits it.
             header: Any = (group.name, method, message.body)
             if isinstance(message.body, bytes):
                 header = f"{group.name}\n{method}\n".encode() + message.body
@@ -388,24 +412,31 @@ class RayWorkerGroup(WorkerGroup[W]):
         return [copy(self).use_ranks([rank]) for rank in self.ranks]
 
     def restart(self, rank: int) -> None:
-        """End the process of a rank, and start another in its place; see `WorkerProcesses.restart`."""
+        """End the process of a rank, and start another; see `WorkerProcesses.restart`."""
         self.processes.restart(rank)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """Registered method, bound to the group. With several roles: `<role>_<method>`."""
+        """Return a registered method, bound to the group; see `WorkerGroup.method`.
+
+        Args:
+            name: name of the method; `<role>_<method>` if the group has several roles.
+        """
         group, method = self._group_of(name)
         return super().method(name) if group is self else group.method(method)
 
     def _group_of(self, name: str) -> "tuple[RayWorkerGroup[Any], str]":
-        """Split `<role>_<method>` into the group of the role and the method."""
-        # The longest name first: one role's name may be the beginning of another's.
+        """Split `<role>_<method>` into the group of the role, and the method.
+
+        Without such a role: this group, and the name unchanged.
+        """
+        # Try the longest role first: the name of a role may be the beginning of another name.
         for role in sorted(self._roles, key=len, reverse=True):
             if name.startswith(f"{role}_"):
                 return self._roles[role], name.removeprefix(f"{role}_")
         return self, name
 
     def spawn(self, prefix_set: Collection[str]) -> "dict[str, RayWorkerGroup[Any]]":
-        """Groups of single roles, in the same processes.
+        """Return groups of single roles, in the same processes.
 
         Args:
             prefix_set: names of the roles.
@@ -421,12 +452,15 @@ class RayWorkerGroup(WorkerGroup[W]):
             raise WorkerError(
                 f"{self.name}.spawn",
                 got=f"{unknown_roles}",
-                expected=f"roles among {list(self._roles) or 'none: one role'}",
+                expected=f"roles among {list(self._roles) or 'none: the group has a single role'}",
             )
         return {role: group for role, group in self._roles.items() if role in prefix_set}
 
     def shutdown(self) -> None:
-        """End the processes, with all roles in them, and wait until they are gone."""
+        """End the processes, with the workers of all roles in them, and wait until they are gone.
+
+        Gives the share of the resources back to the pool.
+        """
         processes = self.processes
         processes.is_ended = True
         if processes.name in processes.pool.groups:
@@ -455,13 +489,13 @@ class RayWorkerGroups(WorkerGroups):
         # Before any other call to Ray: without a head, calls block until Ray ends this process.
         renew_own_cluster()
         # Ray would still place processes on a node that has just been lost.
-        await_lost_nodes()
-        has_gpus = settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
-        use_gpu = settings.device == "cuda" or has_gpus
+        wait_until_ray_drops_lost_nodes()
+        auto_finds_gpus = settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+        use_gpu = settings.device == "cuda" or auto_finds_gpus
         self.groups: dict[str, RayWorkerGroup[Any]] = {}
         self._pool_groups: dict[str, RayWorkerGroup[Any]] = {}
         self._heartbeat: Heartbeat | None = None
-        # One group per pool, so that each process gets its bundle undivided.
+        # All roles of a pool are in one group, so that each process gets its bundle undivided.
         self._manager = ResourcePoolManager(
             pools, roles, use_gpu, max_colocate_count=1, devices=devices
         )
@@ -497,12 +531,15 @@ class RayWorkerGroups(WorkerGroups):
         return choices
 
     def take_call_times(self) -> list[CallTime]:
-        """Times of the calls of all processes since the last request."""
+        """Times of the calls of all processes since the last request; [] with a single process.
+
+        Waits at most `CALL_TIMES_LIMIT_S`, and leaves out processes that have not answered by then.
+        """
         actors = [actor for group in self._pool_groups.values() for actor in group.processes.actors]
         if len(actors) == 1:
             return []
         refs = [actor.take_call_times.remote() for actor in actors]
-        # Leave out processes that do not answer in time, instead of delaying the step.
+        # A wait for late processes would delay the step.
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=CALL_TIMES_LIMIT_S)
         times = []
         for ref in ready:
@@ -515,7 +552,7 @@ class RayWorkerGroups(WorkerGroups):
         """Kill the processes of all groups, release their resources, and wait for both."""
         if self._heartbeat:
             self._heartbeat.close()
-        # Every group is shut down, even if another one fails.
+        # The stack runs every callback, even if another one fails; the manager's comes last.
         with ExitStack() as stack:
             stack.callback(self._manager.close)
             for group in self._pool_groups.values():

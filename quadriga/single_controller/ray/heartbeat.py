@@ -8,8 +8,8 @@
       a call over half of its limit     a message names the call and its limit
       a call over phase_timeout_s       stacks of all processes are printed, then SIGKILL
 
-A process that answers is only killed if there is a limit for calls. `calls.resolve` notices a
-killed process like any other death.
+Without `phase_timeout_s`, a process that answers is never killed. `calls.resolve` notices a killed
+process like any other death.
 
 Consumes: statuses. Waits for: its own clock. Unblocked by: `close`.
 """
@@ -32,7 +32,8 @@ from quadriga.single_controller.ray.process import ProcessAddress, Status, state
 
 EVERY_S = 2.5
 NAMED_AFTER_S = 15.0
-"""Time without an answer until a message. A call in C that holds the GIL may take a while."""
+"""Time without an answer until a message names the process. Until then it may be in a function in C
+that holds the interpreter's lock."""
 
 STACKS_LIMIT_S = 5.0  # time for processes to send their stacks
 NODE_LIMIT_S = 10.0  # time for a node to tell the state of a process
@@ -40,7 +41,7 @@ NODE_LIMIT_S = 10.0  # time for a node to tell the state of a process
 
 @dataclass
 class _Watched:
-    """A watched process."""
+    """A watched process, and what its last answers said."""
 
     actor: Any
     worker: WorkerName
@@ -48,7 +49,7 @@ class _Watched:
     status_ref: Any  # reference of the status that was requested last
     silent_s: float = 0.0  # time without an answer
     is_named: bool = False  # whether a message has reported its silence
-    long_call: str = ""  # the long call that a message has reported
+    long_call: str = ""  # call (ROLE.METHOD) that a message has reported as long; "": none
 
 
 class Heartbeat:
@@ -85,8 +86,8 @@ class Heartbeat:
 
     def _beat(self) -> None:
         """Request statuses in rounds, until `close`. The thread's main function."""
-        # Time is counted in rounds: the driver itself may have been stopped for long, during which
-        # the processes are not silent.
+        # Silence is counted in rounds and not by a clock: if the driver itself was stopped for
+        # long, the processes were not silent meanwhile.
         while not self._is_over.wait(EVERY_S) and ray.is_initialized():
             if is_cluster_lost():
                 calls.HEAD_LOST.set()
@@ -96,7 +97,7 @@ class Heartbeat:
                 try:
                     self._check_status(process)
                 except RayError:
-                    # It has died. The call that waits for it raises the reason.
+                    # The process has died. The call that waits for it raises the reason.
                     self._watched.remove(process)
 
     def _watch_started(self) -> None:
@@ -120,10 +121,19 @@ class Heartbeat:
                 self._watched.append(_Watched(start.actor, worker, address, status_ref))
 
     def _check_status(self, process: _Watched) -> None:
-        """Check the pending status of a process. Raises RayError if the process has died."""
+        """Check whether a process has answered the last request for its status.
+
+        If it has, check its call's time limit and request the next status; else report its silence
+        or kill it.
+
+        Args:
+            process: the process.
+
+        Raises:
+            RayError: the process has died.
+        """
         ready, _ = ray.wait([process.status_ref], timeout=0)
         if ready:
-            # It has answered; request the next status.
             status: Status = ray.get(process.status_ref)
             process.silent_s = 0.0
             process.is_named = False
@@ -152,7 +162,7 @@ class Heartbeat:
             status: its status.
             limit_s: `trainer.phase_timeout_s`.
         """
-        call = ""  # the call, if it is long
+        call = ""  # ROLE.METHOD if the call has taken half of its limit
         if status.running_s > limit_s / 2:
             call = f"{status.role}.{status.method}"
         if status.running_s > limit_s:
@@ -167,12 +177,18 @@ class Heartbeat:
         process.long_call = call
 
     def _end_call(self, process: _Watched, status: Status) -> None:
-        """Print the stacks of all processes, equal ones once; then kill the process of the call."""
+        """Print the stacks of all processes, and kill the process whose call has taken too long.
+
+        Args:
+            process: the process.
+            status: its status, which names the call.
+        """
         name = f"{status.role}.{status.method}"
         limit = f"trainer.phase_timeout_s is {self.phase_s}"
         refs = {watched.actor.stacks.remote(): watched.worker for watched in self._watched}
         ready, silent = ray.wait(list(refs), num_returns=len(refs), timeout=STACKS_LIMIT_S)
-        workers_at = {}  # names of workers, by their stacks
+        # Names of workers by their stacks, because equal stacks are printed once.
+        workers_at = {}
         for ref in ready:
             stacks = calls.output_or_none(ref)
             if stacks is None:
@@ -181,7 +197,7 @@ class Heartbeat:
             else:
                 workers_at.setdefault(stacks, []).append(str(refs[ref]))
         taken = f"{process.worker}: {name} has taken {status.running_s:.0f} s"
-        lines = [f"{taken}, {limit}; all processes stand here:"]
+        lines = [f"{taken}, {limit}; stacks of all processes:"]
         lines += [f"{', '.join(workers)}:\n{stacks}" for stacks, workers in workers_at.items()]
         lines += [f"{refs[ref]}: no answer" for ref in silent]
         self.emit("\n".join(lines))
@@ -190,7 +206,12 @@ class Heartbeat:
         )
 
     def _kernel_state(self, process: _Watched) -> str:
-        """The kernel's state of a process, in parentheses, if it explains the silence; else ""."""
+        """Describe the kernel's state of a silent process, to be appended to a message.
+
+        Returns:
+            Text in parentheses that begins with a space; "" if the state does not explain the
+            silence.
+        """
         try:
             state = run_on_node(
                 process.address.node_id, state_of, process.address.pid, limit_s=NODE_LIMIT_S
@@ -200,11 +221,17 @@ class Heartbeat:
         return f" ({state})" if state else ""
 
     def _kill(self, process: _Watched, got: str, fix: str) -> None:
-        """Kill a process, and watch it no longer; see `calls.kill`."""
+        """Kill a process and stop watching it. If its node is lost, keep watching.
+
+        Args:
+            process: the process.
+            got: the problem, for the error of the call that waits for the process.
+            fix: what to do about it, for that error.
+        """
         try:
             calls.kill(process.address, got, fix)
         except RayError as error:
-            # Its node is lost, too, or answers in the next round, which tries again.
+            # The next round tries again, unless it finds that the process has died with its node.
             self.emit(f"{process.worker} cannot be killed: {type(error).__name__} from its node")
             return
         self._watched.remove(process)

@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from quadriga.errors import WorkerError
-from quadriga.single_controller.ray.cluster import await_lost_nodes, is_cluster_lost
+from quadriga.single_controller.ray.cluster import is_cluster_lost, wait_until_ray_drops_lost_nodes
 from quadriga.single_controller.resource_pool import (
     NodeResources,
     ResourcePool,
@@ -42,7 +42,7 @@ class Bundle:
 
 
 def cluster_nodes() -> list[NodeResources]:
-    """The living nodes of the connected cluster."""
+    """List the living nodes of the connected cluster. A node without a report counts as free."""
     free = ray._private.state.available_resources_per_node()
     nodes = []
     for node in ray.nodes():
@@ -54,7 +54,7 @@ def cluster_nodes() -> list[NodeResources]:
     return nodes
 
 
-def check_resources(
+def choose_free_nodes(
     pools: Mapping[str, Sequence[int]], each: Mapping[str, float]
 ) -> dict[str, list[NodeResources]]:
     """Choose nodes with `choose_nodes`. Waits a moment if the resources are in use.
@@ -67,9 +67,11 @@ def check_resources(
         The chosen nodes of each pool.
 
     Raises:
-        WorkerError: the cluster lacks resources, either after the wait, or even if it were idle.
+        WorkerError: resources are still in use after the wait; or the cluster would be too small
+            even if it were idle; or a lost node still counts as alive (see
+            `wait_until_ray_drops_lost_nodes`).
     """
-    await_lost_nodes()
+    wait_until_ray_drops_lost_nodes()
     deadline = time.monotonic() + RELEASE_S
     while True:
         nodes = cluster_nodes()
@@ -78,7 +80,7 @@ def check_resources(
         except WorkerError as error:
             if time.monotonic() > deadline:
                 raise
-            # Waiting is useless if the resources would not even suffice on idle nodes.
+            # Do not wait if the pools would not fit on idle nodes either.
             idle = [replace(node, free=node.total) for node in nodes]
             try:
                 choose_nodes(pools, each, idle)
@@ -92,7 +94,8 @@ class RayResourcePool(ResourcePool):
 
     Args:
         process_on_nodes: number of processes on each node. When they have been placed, the
-            attribute of this name is in the order of the nodes' addresses.
+            attribute of this name has the numbers on the nodes that were really chosen, in the
+            order of the nodes' addresses.
         use_gpu: whether a device is a GPU with one of Ray's logical CPUs, instead of a logical CPU
             alone.
         name_prefix: prefix of the placement groups' names, also used in error messages.
@@ -138,7 +141,9 @@ class RayResourcePool(ResourcePool):
         self.groups: list[str] = []  # names of the worker groups that run on the pool
 
     def bundles(self) -> list[Bundle]:
-        """The resources of each rank. The first call takes them.
+        """Return the bundle of each rank. The first call takes the resources from the cluster.
+
+        The first call also prints a notice if the pool got fewer nodes than were wanted.
 
         Raises:
             WorkerError: the cluster lacks the resources.
@@ -147,8 +152,9 @@ class RayResourcePool(ResourcePool):
             return self._bundles
         # Resources of a process.
         each = {name: amount * self.num_devices for name, amount in self.device_resources.items()}
-        nodes = check_resources({self.name: self.device_on_nodes}, self.device_resources)[self.name]
-        # Pairs of a node and its number of processes. Ranks are in the order of the addresses.
+        shape = {self.name: self.device_on_nodes}
+        nodes = choose_free_nodes(shape, self.device_resources)[self.name]
+        # Pairs of a node and its number of processes, sorted so that ranks follow the addresses.
         parts = sorted(
             zip(nodes, self.process_on_nodes, strict=True),
             key=lambda part: (address_order(part[0].address), part[0].node_id),
@@ -166,7 +172,7 @@ class RayResourcePool(ResourcePool):
             bundles += [Bundle(group, index, node.node_id) for index in range(count)]
         self._await_placement(groups, each)
         self._bundles = bundles
-        # Several parts may share a node.
+        # Processes on each node. There are fewer nodes than wanted if several parts share one.
         counts = list(Counter(bundle.node_id for bundle in bundles).values())
         num_wanted = len(self.process_on_nodes)
         if len(counts) < num_wanted:
@@ -179,7 +185,15 @@ class RayResourcePool(ResourcePool):
         return self._bundles
 
     def _await_placement(self, groups: Sequence[Any], each: Mapping[str, float]) -> None:
-        """Wait until placement groups are created. Removes them if they are not in time."""
+        """Wait until placement groups are created. Removes all of them if one is late.
+
+        Args:
+            groups: the placement groups.
+            each: resources of one process, for the message.
+
+        Raises:
+            WorkerError: a placement group was not created within `PLACEMENT_S`.
+        """
         deadline = time.monotonic() + PLACEMENT_S
         late = [group for group in groups if not group.wait(max(0.0, deadline - time.monotonic()))]
         if not late:
@@ -203,7 +217,8 @@ class RayResourcePool(ResourcePool):
             group: name of the worker group.
 
         Returns:
-            The bundle of each rank, and the share of it that an actor takes, as options of Ray.
+            The bundle of each rank, and the share of a bundle that an actor takes, as options of
+            Ray.
 
         Raises:
             WorkerError: the cluster lacks the resources, or the pool has no room for another group.
@@ -225,11 +240,12 @@ class RayResourcePool(ResourcePool):
     @property
     def placement_groups(self) -> list[Any]:
         """The placement groups, in the order of the nodes' addresses. Empty before `bundles`."""
+        # The bundles of a node refer to the same group.
         groups = {bundle.placement_group.id: bundle.placement_group for bundle in self._bundles}
         return list(groups.values())
 
     def close(self) -> None:
-        """Release the resources. Ray ends the processes that still use them."""
+        """Release the resources. Ray ends processes that still use them."""
         groups = self.placement_groups
         self._bundles = []
         self.groups = []
@@ -273,7 +289,7 @@ class ResourcePoolManager:
                 raise WorkerError(
                     f"pool of the role {role}",
                     got=repr(pool),
-                    expected=f"one of {known_pools or 'the pools, of which there are none'}",
+                    expected=f"one of the pools {known_pools or '(there are none)'}",
                     fix="Name the pool in trainer.resource_pools, or choose another for the role.",
                 )
         self.pools: dict[str, RayResourcePool] = {}
@@ -299,16 +315,18 @@ class ResourcePoolManager:
             WorkerError: the cluster lacks resources for all pools together. Nothing is taken then.
         """
         pools = list(self.pools.values())
+        # Check all pools together before any of them takes resources.
         if pools and not any(pool.placement_groups for pool in pools):
             shapes = {pool.name: pool.device_on_nodes for pool in pools}
-            check_resources(shapes, pools[0].device_resources)
+            choose_free_nodes(shapes, pools[0].device_resources)
+        # The first call of `bundles` takes the resources of a pool.
         neighbours = Counter(bundle.node_id for pool in pools for bundle in pool.bundles())
         for pool in pools:
             pool.neighbours = neighbours
         return self.pools
 
     def get_resource_pool(self, role: str) -> RayResourcePool:
-        """The pool of a role.
+        """Return the pool of a role.
 
         Raises:
             WorkerError: the role has no pool.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process of one device: builds workers, runs their methods in turn, and reports its status.
+"""Process of one device: builds workers, runs their methods one by one, and reports its status.
 
     driver                            the process (a Ray actor)
     ------                            ----------------------------------------------------
@@ -65,11 +65,11 @@ class ProcessAddress:
     """Node and identity of a process, for contacting and ending it."""
 
     node: str  # address of the node
-    port: int  # a free port of the node, where the ranks meet if this is rank 0
+    port: int  # a free port of the node; the ranks meet at rank 0's address and port
     node_id: str  # Ray's id of the node
     raylet_port: int  # port of the node's raylet
     pid: int  # process id on the node
-    started: bytes  # start time in the kernel's clock ticks, because process ids are reused
+    started: bytes  # start time in the kernel's clock ticks; process ids are reused
     log: str  # path on the node of the file with its standard error
     # The kernel's count of processes killed for lack of memory, at the start of this process.
     oom_kills: int
@@ -77,12 +77,12 @@ class ProcessAddress:
 
 @dataclass(frozen=True)
 class Status:
-    """The method that a process is running."""
+    """The method that a process is running in its working thread."""
 
     role: str = ""  # "": it runs no method
     method: str = ""
-    running_s: float = 0.0  # seconds since its start
-    phase: str = ""  # file, line and function of the working thread
+    running_s: float = 0.0  # seconds since the method was called
+    phase: str = ""  # file, line and function where the method is
 
 
 @dataclass
@@ -92,16 +92,17 @@ class _RunningMethod:
     role: str
     method: str
     arguments: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
-    coroutine: Any = None
+    coroutine: Any = None  # the coroutine that the method returned; None: it is no coroutine
     outcome: Any = None  # its packed output, or a Failure
     thread: int = field(default_factory=threading.get_ident)
     start: float = field(default_factory=time.monotonic)
+    # Seconds that the process had waited for other ranks before the method began.
     waited_before_s: float = field(default_factory=lambda: RANK_WAITS.seconds)
 
     def frames(self) -> Iterator[FrameType]:
         """The method's frames, innermost first."""
-        # While a coroutine is suspended, its thread is in the event loop. The coroutine's own
-        # frames show where it waits.
+        # While a coroutine is suspended, its thread is in the event loop. The frames of the
+        # coroutine and of the coroutines that it awaits, outermost first, show where it waits.
         suspended = []
         coroutine = self.coroutine
         while inspect.iscoroutine(coroutine) and coroutine.cr_frame and not coroutine.cr_running:
@@ -141,19 +142,19 @@ class WorkerProcess:
     """The Ray actor.
 
     Args:
-        name: name of the group. Name and rank stand before each line that the process prints.
+        name: name of the group. Ray puts name and rank before each line that the process prints.
         rank: rank of the process.
     """
 
     def __init__(self, name: str, rank: int) -> None:
         self._name = name
         self._rank = rank
-        self._workers: dict[str, Worker] = {}
-        self._names: dict[str, WorkerName] = {}
-        self._not_built: dict[str, Failure] = {}
-        self._running: _RunningMethod | None = None
+        self._workers: dict[str, Worker] = {}  # by role
+        self._names: dict[str, WorkerName] = {}  # by role
+        self._not_built: dict[str, Failure] = {}  # by role: why the worker could not be built
+        self._running: _RunningMethod | None = None  # the method in the working thread
         self._call_times: deque[CallTime] = deque(maxlen=MAX_CALL_TIMES)
-        show_own_devices()
+        hide_other_devices()
         streams.install()
         # Report all threads, because the signal may arrive in a thread that does not compute.
         faulthandler.enable(all_threads=True)
@@ -166,13 +167,13 @@ class WorkerProcess:
         return f"{self._name}[{self._rank}]"
 
     def address(self) -> ProcessAddress:
-        """Address of this process."""
-        # Ray starts its processes with SIGINT blocked. Processes that a worker starts from this
-        # thread must not inherit that.
+        """Return the address of this process. Called once, before any other method."""
+        # Unblock SIGINT, which Ray blocks in its processes: processes that a worker starts from
+        # this thread would inherit that.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         node = ray.util.get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
-        # Bind a socket to port 0, so that the kernel chooses a free port.
+        # Bind a socket to port 0, so that the kernel chooses a free port, and close it again.
         with socket.socket(socket.AF_INET6 if ":" in node else socket.AF_INET) as probe:
             probe.bind((node, 0))
             port = probe.getsockname()[1]
@@ -189,13 +190,13 @@ class WorkerProcess:
         )
 
     def load(self, modules: Sequence[str]) -> Failure | None:
-        """Import the modules of workers that will be built.
+        """Import the modules of workers that will be built, to save time in `build`.
 
         Args:
             modules: names of the modules.
 
         Returns:
-            The failure of an import; None if all succeed. `build` will fail in the same way.
+            The failure of an import, with which `build` will fail, too; None if all succeed.
         """
         with self._run("worker modules", "load") as running, collector_paused():
             for module in modules:
@@ -208,11 +209,11 @@ class WorkerProcess:
         Args:
             role: the role.
             entry: class and arguments of the worker.
-            place: its rank and world size.
+            place: rank and world size of the worker.
 
         Returns:
-            The failure to build it; None if it was built. Calls to the worker return the failure,
-            too.
+            The failure to build the worker; None if it was built. Later calls to the worker return
+            the same failure.
         """
         # torch.distributed and other libraries read these variables.
         os.environ.update({name.upper(): str(value) for name, value in asdict(place).items()})
@@ -222,7 +223,8 @@ class WorkerProcess:
         with self._run(role, "__init__") as running, placed(place):
             running.arguments = entry.args, entry.kwargs
             self._workers[role] = entry()
-            # Modules and worker stay alive. A garbage collection that visits them takes 0.1 s.
+            # Let garbage collections skip all objects that exist now: modules and workers stay
+            # alive, and a collection that visits them takes 0.1 s.
             gc.freeze()
         if running.outcome is not None:
             self._not_built[role] = running.outcome
@@ -234,10 +236,10 @@ class WorkerProcess:
         """Call a method of a role's worker.
 
         Args:
-            header: role, method and message body, joined by `RayWorkerGroup.start_all`: as bytes if
-                the body is bytes, else as a tuple.
-            values: values of the message's references.
-            is_shown: whether `status` reports the call, and its times are recorded.
+            header: role, method and message body, joined by `RayWorkerGroup.start_all`: as bytes
+                with a line each for role and method if the body is bytes, else as a tuple.
+            values: values of the message's references, which Ray has fetched.
+            is_shown: whether `status` and `take_call_times` report the call.
 
         Returns:
             The packed output, or a Failure.
@@ -274,7 +276,7 @@ class WorkerProcess:
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        """Status of the working thread. Does not wait for the method that it runs."""
+        """Status of the working thread. Returns at once, even while a method runs there."""
         running = self._running
         if running is None:
             return Status()
@@ -303,7 +305,15 @@ class WorkerProcess:
 
     @contextmanager
     def _run(self, role: str, method: str, *, is_shown: bool = True) -> Iterator[_RunningMethod]:
-        """Context manager: run a method. An exception becomes a Failure, its outcome."""
+        """Context manager: run a method, and record its times.
+
+        An exception does not leave the block: it becomes `outcome`, as a Failure.
+
+        Args:
+            role: role of the worker.
+            method: name of the method.
+            is_shown: whether `status` and `take_call_times` report the call.
+        """
         running = _RunningMethod(role, method)
         if is_shown:
             self._running = running
@@ -312,6 +322,7 @@ class WorkerProcess:
         except BaseException as error:
             # Including SystemExit and KeyboardInterrupt: the driver decides what to do about them.
             name = self._names.get(role)
+            # Before `build`, the process does not know its number of ranks.
             if name is None:
                 name = WorkerName(role, self._rank, self._rank + 1, pid=os.getpid())
             running_s = time.monotonic() - running.start
@@ -328,8 +339,8 @@ class WorkerProcess:
                 self._running = None
 
 
-def show_own_devices() -> None:
-    """Restrict this process to the GPUs that Ray assigned to it, even if Ray is told not to do so.
+def hide_other_devices() -> None:
+    """Hide the GPUs that Ray has not assigned to this process, even if Ray is told not to do so.
 
     With RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES every process sees all GPUs of its node, and
     the first ranks of two pools would use the same GPUs.
@@ -341,7 +352,7 @@ def show_own_devices() -> None:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's state of a silent process of this node, if it explains the silence, or ""."""
+    """Kernel's state of a process of this node; "" if the state does not explain its silence."""
     states = {
         b"T": "stopped by a signal",
         b"t": "stopped by a debugger",

@@ -55,7 +55,8 @@ INLINE_UP_TO_BYTES = 64 << 10  # a call or an output of at most this size does n
 ALONE_FROM_BYTES = 1 << 20  # an array of at least this size is alone in its object
 # A separate buffer costs an entry in several tables; smaller memory stays in the stream.
 BUFFER_FROM_BYTES = 4096
-Location = tuple[Any, int]  # ref of an object in the store, and the index of one of its arrays
+Location = tuple[Any, int]
+"""Reference of an object in the store, and the index of an array in the object."""
 
 # ---- pickling -----------------------------------------------------------------------------------
 
@@ -72,15 +73,16 @@ class _BatchColumn(NamedTuple):
 
 @dataclass(slots=True)
 class _OutOfBandBuffer:
-    """Bytes of a value: the pickle stream itself, or memory outside the stream."""
+    """Bytes of a pickled value: the pickle stream itself, or memory outside the stream."""
 
     memory: np.ndarray
-    root: Tensor | None = None  # the tensor whose storage contains the bytes; None: a copy
+    # Tensor whose storage contains the bytes; None: the bytes are a copy, or not those of a tensor.
+    root: Tensor | None = None
     is_column: bool = False  # whether it is the memory of a column of a DataProto
 
     @property
     def key(self) -> tuple[int, int]:
-        """Address and size in bytes."""
+        """Address and size in bytes, which identify the memory during a call."""
         return self.memory.__array_interface__["data"][0], self.memory.nbytes
 
 
@@ -88,11 +90,12 @@ class _Pickler(cloudpickle.Pickler):
     """Pickler that leaves large memory out of the stream.
 
     Attributes:
-        parts: that memory, in the order in which unpickling needs it.
+        parts: the memory outside the stream, in the order in which unpickling needs it.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
         self.parts: list[_OutOfBandBuffer] = []
+        # By id of the buffer. The entry keeps the buffer alive, so that its id stays unique.
         self._tensor_parts: dict[int, tuple[pickle.PickleBuffer, _OutOfBandBuffer]] = {}
         # Not a bound method, whose reference cycle with the pickler would keep the pickled objects
         # alive until the next garbage collection.
@@ -103,14 +106,18 @@ class _Pickler(cloudpickle.Pickler):
         )
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce tensors, columns and batches; refuse references to Ray's objects."""
+        """Reduce tensors, columns and batches to functions that rebuild them.
+
+        Raises:
+            _NeedsRayError: the object is a reference to an object or an actor of Ray.
+        """
         # Subclasses of tensors, and other layouts, are pickled in their own ways.
         if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized:
             return self._reduce_tensor(obj, is_column=False)
         if type(obj) is _BatchColumn:
             return self._reduce_tensor(obj.tensor, is_column=True)
         if isinstance(obj, DataProto):
-            # Its columns come back to this method, marked as such.
+            # The pickler calls this method again for each column, which is marked as one.
             columns = None if obj.batch is None else map_columns(obj.batch, _BatchColumn)
             rows = 0 if obj.batch is None else obj.batch.batch_size[0]
             return rebuild_proto, (type(obj), rows, columns, obj.non_tensor_batch, obj.meta_info)
@@ -119,12 +126,17 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: Tensor, *, is_column: bool) -> Any:
-        """Reduce a tensor to a function that rebuilds it, and its arguments with the memory."""
+        """Reduce a tensor to a function that rebuilds it, and the function's arguments.
+
+        Args:
+            tensor: the tensor.
+            is_column: whether it is a column of a DataProto.
+        """
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         memory = bytes_of(plain)
         buffer = pickle.PickleBuffer(memory)
         if memory.nbytes >= BUFFER_FROM_BYTES:
-            # Whether the bytes are in the tensor's own storage, which other tensors may share.
+            # Whether `plain` is no copy: its bytes are in the tensor's storage.
             is_view = plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
             part = _OutOfBandBuffer(memory, root_of(tensor) if is_view else None, is_column)
             self._tensor_parts[id(buffer)] = (buffer, part)
@@ -137,15 +149,15 @@ def _add_large_buffer(
     tensor_parts: dict[int, tuple[pickle.PickleBuffer, _OutOfBandBuffer]],
     buffer: pickle.PickleBuffer,
 ) -> bool:
-    """Callback of the pickler: add a large buffer to `parts`.
+    """Callback of the pickler for each buffer: add a large buffer to `parts`.
 
     Args:
         parts: the memory outside the stream.
-        tensor_parts: buffers of tensors, by id, with their parts.
-        buffer: the buffer.
+        tensor_parts: by id of a tensor's buffer: the buffer, and its part.
+        buffer: the buffer, of a tensor or of an object with another buffer, such as an array.
 
     Returns:
-        Whether the buffer is small, and stays in the stream.
+        Whether the buffer is small: pickle then keeps it in the stream.
     """
     memory = buffer.raw()
     if id(buffer) in tensor_parts:
@@ -156,17 +168,21 @@ def _add_large_buffer(
 
 
 def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> Tensor:
-    """Rebuild a column on the memory of a buffer. If the memory is read-only, the column is lent.
+    """Rebuild a column over the memory of a buffer.
+
+    If the memory is read-only, it is Ray's store, and the column is only lent: `DataProto.concat`
+    copies it.
 
     Args:
         dtype_name: name of the dtype in torch.
         shape: shape of the column.
-        buffer: its bytes.
+        buffer: bytes of the column.
     """
     memory = np.frombuffer(buffer, dtype=np.uint8)
     if memory.flags.writeable:
         return unpack_tensor(dtype_name, shape, buffer)
     column = tensor_over(memory, getattr(torch, dtype_name), shape)
+    # For large columns, `release_pages` is called when the column has been copied.
     return lend(column, release_pages if memory.nbytes >= ALONE_FROM_BYTES else None)
 
 
@@ -209,26 +225,29 @@ class Message(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _PickledArguments:
-    """Pickled arguments, and the ranks that get them, such as those of a model-parallel group."""
+    """Pickled arguments, and the ranks that get them: all ranks of a model-parallel group."""
 
     parts: list[_OutOfBandBuffer]
     ranks: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
-class _Item:
+class _ArrayToPut:
     """An array to put into the store."""
 
     memory: np.ndarray
-    root: Tensor | None = None  # the tensor whose whole storage the array is
-    stamp: Any = None  # stamp of the tensor
+    root: Tensor | None = None  # the tensor whose whole storage the array is; None: a single part
+    stamp: Any = None  # `stamp_of(root)`; None: do not remember the location for later calls
     ranks: set[int] = field(default_factory=set)  # the ranks that read it
 
 
 def stamp_of(root: Tensor) -> Any:
-    """Stamp of a tensor's storage. Two stamps are equal if the bytes have not changed in between.
+    """Compute a stamp of a tensor's storage, which changes whenever torch writes to the storage.
 
     Writes through `Tensor.data` and DLPack are not noticed.
+
+    Args:
+        root: the tensor.
 
     Returns:
         The stamp; None if bytes may change unnoticed: in memory that is shared with numpy (torch
@@ -247,11 +266,11 @@ class Outbox:
 
     def __init__(self) -> None:
         self._session = ""
-        # Stamp and location of each stored tensor.
+        # Stamp and location of each stored tensor. Entries go when their tensors are freed.
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def put(self, arrays: list[np.ndarray]) -> Any:
-        """Put byte arrays into Ray's store as one object. It lives as long as the returned ref."""
+        """Put byte arrays into Ray's store as one object, which lives as long as the result."""
         ref = ray.put(arrays)
         if sum(array.nbytes for array in arrays) >= ALONE_FROM_BYTES:
             release_pages()
@@ -266,16 +285,24 @@ class Outbox:
         self._stored.clear()
 
     def pack(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Message]:
-        """Pack `(args, kwargs)` of each rank into a message. Equal arguments are pickled once."""
+        """Pack `(args, kwargs)` of each rank into a message, and put missing bytes into the store.
+
+        Args:
+            calls: arguments of each rank.
+
+        Returns:
+            The message of each rank. Ranks whose arguments are the same objects share a message.
+        """
         drafts = {}
         messages = {}
-        # Ranks with the same objects as arguments get the same message.
+        # The ids of all arguments, and the names of named ones.
         keys = [(*map(id, args), *kwargs, *map(id, kwargs.values())) for args, kwargs in calls]
         for rank, (key, call) in enumerate(zip(keys, calls, strict=True)):
             if key not in drafts and key not in messages:
                 try:
                     drafts[key] = _PickledArguments(_pickle_parts(call))
                 except _NeedsRayError:
+                    # Ray pickles the arguments itself.
                     messages[key] = Message(call)
             if key in drafts:
                 drafts[key].ranks.add(rank)
@@ -292,11 +319,11 @@ class Outbox:
             drafts: the pickled arguments.
 
         Returns:
-            Locations by the id of a root, whose whole storage is in the store, or else by the key
-            of a part. Parts without a location travel in the messages.
+            Locations by the id of a root if its whole storage is in the store, and by the key of a
+            part that is there alone. Parts without a location travel in the messages.
         """
         locations = {}
-        # All parts, each with the arguments that contain it.
+        # Pairs of the pickled arguments and one of their parts.
         pairs = [(draft, part) for draft in drafts for part in draft.parts]
         # Look up stored tensors, unless there are only the streams.
         if len(pairs) > len(drafts):
@@ -307,11 +334,12 @@ class Outbox:
             roots = {id(part.root): part.root for _, part in pairs if part.root is not None}
             for key, root in roots.items():
                 entry = self._stored.get(root)
-                # The bytes in the store are those of the tensor if it has not changed.
+                # The bytes in the store are valid if the tensor has not changed.
                 if entry and entry[0] == stamp_of(root):
                     locations[key] = entry[1]
 
         missing = [(draft, part) for draft, part in pairs if id(part.root) not in locations]
+        # Without the store, every rank would get its own copy of a part in its message.
         num_bytes = sum(len(draft.ranks) * part.memory.nbytes for draft, part in missing)
         if num_bytes <= INLINE_UP_TO_BYTES:
             return locations
@@ -329,43 +357,45 @@ class Outbox:
         """Put parts into the store: the whole storage if at least half of its bytes are used.
 
         Args:
-            missing: parts that are not in the store, with the arguments that contain them.
+            missing: pairs of pickled arguments and one of their parts that is not in the store.
 
         Returns:
-            Their locations, as for `_locations`.
+            Locations of the parts, as for `_locations`.
         """
         # Bytes of each root that the ranks use together; equal parts count once.
         used_bytes = Counter[int]()
         for root_id, (_, size) in {(id(part.root), part.key) for _, part in missing}:
             used_bytes[root_id] += size
 
-        items = {}
+        # By key of a location: the id of a root, or the key of a part.
+        arrays = {}
         for draft, part in missing:
             root = part.root
             key = part.key
             if root is not None and 2 * used_bytes[id(root)] >= root.untyped_storage().nbytes():
                 key = id(root)
-                if key not in items:
+                if key not in arrays:
                     content = torch.empty(0, dtype=torch.uint8).set_(root.untyped_storage())
-                    items[key] = _Item(bytes_of(content), root, stamp_of(root))
-            elif key not in items:
-                items[key] = _Item(part.memory)
-            items[key].ranks |= draft.ranks
+                    arrays[key] = _ArrayToPut(bytes_of(content), root, stamp_of(root))
+            elif key not in arrays:
+                arrays[key] = _ArrayToPut(part.memory)
+            arrays[key].ranks |= draft.ranks
 
-        # Large arrays are alone in their object. Small ones share it with those for the same ranks.
+        # A large array is alone in its object. Small arrays for the same ranks share an object.
         objects = {}
-        for key, item in items.items():
-            is_alone = item.memory.nbytes >= ALONE_FROM_BYTES
-            objects.setdefault(key if is_alone else frozenset(item.ranks), []).append(key)
+        for key, array in arrays.items():
+            is_alone = array.memory.nbytes >= ALONE_FROM_BYTES
+            objects.setdefault(key if is_alone else frozenset(array.ranks), []).append(key)
 
         locations = {}
         for keys in objects.values():
-            ref = self.put([items[key].memory for key in keys])
+            ref = self.put([arrays[key].memory for key in keys])
             for number, key in enumerate(keys):
                 location = (ref, number)
                 locations[key] = location
-                if items[key].stamp is not None:
-                    self._stored[items[key].root] = (items[key].stamp, location)
+                # Later calls find the storage by its tensor.
+                if arrays[key].stamp is not None:
+                    self._stored[arrays[key].root] = (arrays[key].stamp, location)
         return locations
 
 
@@ -376,8 +406,9 @@ def _make_message(parts: Sequence[_OutOfBandBuffer], locations: Mapping[Any, Loc
         parts: the pickle stream, and the memory outside it.
         locations: what is in the store; see `Outbox._locations`.
     """
-    refs = {}  # references, with their places in the message
-    # For each part its bytes, or where they are: reference, array, first byte and end.
+    refs = {}  # index of each reference in the message
+    # For each part its bytes, or where they are: index of the reference, index of the array in the
+    # object, first byte and end.
     places = []
     for part in parts:
         address, size = part.key
@@ -399,11 +430,11 @@ OUTBOX = Outbox()
 
 
 def unpack(body: Any, values: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Unpack a message, in newly allocated memory.
+    """Unpack a message. Tensors and arrays get newly allocated memory, which may be written to.
 
     Args:
         body: body of the message.
-        values: values of its refs.
+        values: values of the message's refs.
 
     Returns:
         `(args, kwargs)`.
@@ -416,6 +447,7 @@ def unpack(body: Any, values: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str
             ref, array, start, stop = place
             place = values[ref][array][start:stop]
         parts.append(place)
+    # The first part is the pickle stream.
     return pickle.loads(parts[0], buffers=map(_writable_copy, parts[1:]))
 
 
@@ -423,7 +455,7 @@ def unpack(body: Any, values: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str
 
 
 class PackedResult(NamedTuple):
-    """A large output."""
+    """A large output, which Ray writes to its store."""
 
     stream: np.ndarray
     memories: list[np.ndarray]  # memory outside the stream
@@ -431,7 +463,12 @@ class PackedResult(NamedTuple):
 
 
 def pack_result(value: Any) -> Any:
-    """Pack the output of a worker's method for Ray's store, without copying large tensors."""
+    """Pack the output of a worker's method, without copying large tensors.
+
+    Returns:
+        Bytes for a small output, and a `PackedResult` for a large one. The output itself if it
+        contains references to Ray's objects, so that Ray has to pickle it.
+    """
     try:
         stream, *parts = _pickle_parts(value)
     except _NeedsRayError:
@@ -464,8 +501,8 @@ def unpack_result(value: Any, borrow: bool = False) -> Any:
 
 # ---- pages --------------------------------------------------------------------------------------
 
-_STORE = "/plasma"
-_mappings: list[tuple[int, int]] = []
+_STORE = "/plasma"  # part of the name of the store's file
+_mappings: list[tuple[int, int]] = []  # first address and end of the store's mappings, if known
 
 
 def release_pages() -> None:
@@ -479,6 +516,7 @@ def release_pages() -> None:
     """
     if sys.platform != "linux":
         return
+    # Find the mappings of the store, unless those that were found earlier are still there.
     if not _mappings or not all(_is_store(start, end) for start, end in _mappings):
         mappings = []
         with open("/proc/self/maps", encoding="utf-8") as lines:

@@ -345,7 +345,8 @@ def test_a_tokenizer_without_a_template(
     make: Make, start: Start, policy: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(
-        ConfigError, match="without a chat template, where its vocabulary is not the policy's"
+        ConfigError,
+        match="without a chat template, which is needed because its vocabulary is not the policy's",
     ):
         start(make(spaced(JUDGE_WORDS, None)))
     with pytest.raises(
