@@ -492,7 +492,7 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
         shape = f" of shape {list(values.shape)}" if is_tensor else ""
         raise ConfigError(
             where,
-            got=f"{part} as a {type(values).__name__}{shape}",
+            got=f"{part}, a {type(values).__name__}{shape}",
             expected=f"a tensor of shape {list(mask.shape)}, one value per token of the response",
             fix="Leave the mean to the engine, which counts over all micro-batches and ranks. "
             f"{OTHER_CONTRACT}",
