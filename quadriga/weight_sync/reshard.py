@@ -168,6 +168,7 @@ class ReshardedWeights:
         for _ in self._fill_shards(held, wanted_shards, version):
             pass
         if target is not None:
+            # The shards are in place: the engine only merges adapters, and takes the version.
             target.load_weights(self._shards.items(), version)
             self._published = target.fingerprint()
 
@@ -191,7 +192,7 @@ class ReshardedWeights:
 
         Args:
             target: the rollout engine of this rank.
-            version: version that it must have.
+            version: version that the engine must have.
 
         Raises:
             WeightSyncError: the version differs, or a shard was written to.
@@ -232,7 +233,7 @@ class ReshardedWeights:
             else:
                 _, self._group = self._meet()
 
-        # Exchanged as JSON, in which boxes become lists and dtypes are given by their names.
+        # Exchange boxes and dtypes as JSON, in which tuples become lists and dtypes are names.
         held_here = {name: box for name, (box, _) in held.items()}
         wanted_here = {
             name: (box, str(dtype).removeprefix("torch."))
@@ -242,10 +243,11 @@ class ReshardedWeights:
         wanted_boxes = []
         for rank_held, rank_wanted in self._gather([held_here, wanted_here]):
             held_boxes.append({name: Box(*map(tuple, box)) for name, box in rank_held.items()})
-            wanted_boxes.append({})
+            boxes = {}
             for name, (box, dtype_name) in rank_wanted.items():
-                wanted_boxes[-1][name] = Box(*map(tuple, box))
+                boxes[name] = Box(*map(tuple, box))
                 self._dtypes[name] = getattr(torch, dtype_name)
+            wanted_boxes.append(boxes)
 
         # All ranks make the same plan from the same data; each keeps only its own moves.
         itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
@@ -310,6 +312,7 @@ class ReshardedWeights:
             PeerLostError: a rank is lost.
         """
         buckets = self._buckets
+        # Number of blocks that each shard of the rollout engine still lacks.
         num_missing_blocks = Counter[str]()
         for bucket in buckets:
             num_missing_blocks.update(move.name for move in bucket if move.receiver == self.rank)
@@ -327,7 +330,7 @@ class ReshardedWeights:
             incoming.sort(key=attrgetter("sender"))
             out_sizes = self._bytes_by_peer(outgoing, "receiver")
             in_sizes = self._bytes_by_peer(incoming, "sender")
-            # The memory holds the blocks to send, and behind them those to receive.
+            # The memory holds the blocks to send, behind them those to receive, and unused bytes.
             out_end = sum(out_sizes)
             source, output, _ = memory.tensor_split((out_end, out_end + sum(in_sizes)))
 
@@ -513,7 +516,7 @@ class StreamedWeights(ReshardedWeights):
 
         Args:
             target: the rollout engine of this rank.
-            version: version that it must have.
+            version: version that the engine must have.
 
         Raises:
             WeightSyncError: the version or a fingerprint differs.
@@ -592,7 +595,7 @@ def _moves_of(
     Raises:
         WeightSyncError: an element of a wanted shard is not held, or held in two different shards.
     """
-    # Replicas hold the same shard. Empty shards have nothing to send.
+    # Ranks that hold each shard; several if they are replicas. Empty shards have nothing to send.
     holders = {}
     for rank, shards in enumerate(held_boxes):
         if name in shards and 0 not in shards[name].shape:
@@ -613,11 +616,12 @@ def _moves_of(
                 sender = ranks[receiver % len(ranks)]
                 yield Move(name, sender, receiver, common, _aligned_bytes(common, itemsize))
         if num_missing:
-            held_by = "that no rank of the trainer holds, or two hold"
+            # Elements in two of the trainer's shards were subtracted twice.
+            holders_text = "no rank of the trainer holds" if num_missing > 0 else "two ranks hold"
             raise WeightSyncError(
                 f"weight {name}",
-                got=f"{num_missing} elements of rank {receiver}'s shard {held_by}",
-                expected="each of them once",
+                got=f"{abs(num_missing)} elements of rank {receiver}'s shard that {holders_text}",
+                expected="each element in one shard of the trainer",
             )
 
 
