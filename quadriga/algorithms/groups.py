@@ -97,6 +97,7 @@ class Groups:
         if values.dim() > 1:
             # Unlike `index_add`, `scatter_reduce` needs an index for every element.
             index = index[:, None].expand_as(values)
+        # Without `include_self`, the zeros themselves do not count.
         minima = zeros.scatter_reduce(0, index, values, "amin", include_self=False)
         return minima[self.member]
 

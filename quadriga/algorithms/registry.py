@@ -251,7 +251,7 @@ class Registry(dict[str, AlgorithmFunction]):
         if not is_reference(name):
             names = sorted(self)
             fix = _SET_BY_SEVERAL_KEYS.get(str(name)) or did_you_mean(str(name), names)
-            # The function may be in a library that was not imported.
+            # Without a similar name, the function may be in a library that was not imported.
             raise ConfigError(
                 self.key,
                 got=repr(str(name)),

@@ -56,7 +56,7 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
         if is_fast:
             return Choice(torch.bfloat16, f"bfloat16: {reason}")
         return Choice(torch.float32, f"float32: {reason}")
-    warning = "" if is_fast else f" (slow here: float32: {reason})"
+    warning = "" if is_fast else f" (slow here: {reason})"
     return Choice(getattr(torch, requested), f"{requested}: asked for{warning}")
 
 

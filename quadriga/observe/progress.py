@@ -266,6 +266,7 @@ class Progress(AbstractContextManager["Progress"]):
         return max(0.0, (self.total - last_step) * per_step_s) + self._closing_s
 
     def __rich__(self) -> Text:
+        """Text at the end of the bar: the time left, and the current activity."""
         step, marked_s = self._marks[-1]
         if step >= self.total:
             return Text("done", style="green")
@@ -339,7 +340,7 @@ class Progress(AbstractContextManager["Progress"]):
             step, marked_s = self._marks[-1]
             since_s = now - marked_s
             parts = [f"after {self._description} {step}/{self.total}: {since_s:.0f} s"]
-            # Without an activity, its text is empty.
+            # Leave out an empty activity.
             parts += filter(None, [self._activity()])
             left_s = self.left_s
             if left_s:

@@ -153,6 +153,7 @@ class Timeline:
     ) -> None:
         self._title = title
         self._clock = clock
+        # Time by `clock` at which the start-up began.
         self._origin = clock()
         if begun_s is not None:
             self._origin -= max(0.0, time.time() - begun_s)

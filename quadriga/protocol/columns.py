@@ -107,7 +107,8 @@ def to_tensordict(data: "DataProto") -> TensorDict:
         else:
             # An empty stack needs its batch size.
             joined.set(key, NonTensorStack(batch_size=[0]))
-        # Only for 1-D arrays of objects, `from_tensordict` needs no dtype and shape.
+        # `from_tensordict` makes a 1-D array of objects, and needs dtype and row shape of any
+        # other.
         if array.dtype != object or array.ndim > 1:
             array_types[key] = (array.dtype.str, array.shape[1:])
 

@@ -211,7 +211,7 @@ def _check_same_array(name: str, left: np.ndarray, right: np.ndarray) -> None:
     hold_objects = left.dtype == object or right.dtype == object
     if not hold_objects and not np.any(unequal(left, right)):
         return
-    # Objects may be equal although `==` fails for them or says otherwise.
+    # Find the first row that differs. Arrays of objects may have none.
     for row in range(len(left)):
         if not deep_equal(left[row], right[row]):
             raise _conflict(name, f"values that differ, the first in row {row}")

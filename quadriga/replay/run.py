@@ -291,9 +291,9 @@ def uid_of(recorded: pa.Table, name: str) -> str:
 
 
 def _require_grader(config: Config) -> None:
-    """Refuse to grade responses again if an environment gave their scores."""
-    has_function = config.custom_reward_function.path is not None or config.reward_model.enable
-    if config.env.name is not None and not has_function:
+    """Refuse to grade responses again if only the environment can give scores."""
+    has_grader = config.custom_reward_function.path is not None or config.reward_model.enable
+    if config.env.name is not None and not has_grader:
         raise DataError(
             "replay of rewards",
             got=f"scores of env={config.env.name}",
@@ -480,7 +480,7 @@ def _replay_step(trainer: ReplayTrainer) -> tuple[pa.Table, dict[str, float]]:
                 break
     except PhaseReachedError as end:
         return record_table(end.batch, config.data), end.metrics
-    # The trainer records the steps of the replay in a thread, which has to finish.
+    # Wait for the thread that records the steps of the replay.
     trainer.recorder.finish()
     replayed = RecordFolder(config.trainer.directory).read(trainer.last_step)
     return replayed.rows, replayed.facts["metrics"]
@@ -488,6 +488,7 @@ def _replay_step(trainer: ReplayTrainer) -> tuple[pa.Table, dict[str, float]]:
 
 def _earlier_difference(trainer: ReplayTrainer) -> str:
     """Describe the first earlier step that differs from its record; "" if none does."""
+    # Wait for the thread that records the steps of the replay.
     trainer.recorder.finish()
     replayed = RecordFolder(trainer.config.trainer.directory)
     for step in replayed.steps():

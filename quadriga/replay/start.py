@@ -98,7 +98,8 @@ def find_start(directory: str | Path, step: int) -> ReplayStart:
             str(path),
             got=f"settings that changed with step {settings.first}, after {begin}",
             expected="the same settings for all steps that are trained again",
-            fix=f"The checkpoint of step {settings.first - 1} is gone: replay a step before it.",
+            fix=f"Replay a step before step {settings.first}, because the checkpoint of step "
+            f"{settings.first - 1} is gone.",
         )
 
     # Generation takes most of a step's time, and a replay leaves it out.
@@ -212,7 +213,7 @@ def _copy_with(section: Any, **values: Any) -> Any:
 
 
 def _with_one_rank(section: Any) -> Any:
-    """Copy the section of a role without parallelism within a data-parallel rank."""
+    """Copy the section of a role, with every kind of parallelism reduced to one rank."""
     return _copy_with(
         section,
         ulysses_sequence_parallel_size=1,

@@ -167,11 +167,11 @@ class Channel:
             self._headers.broadcast(text, 0).wait()
         header = json.loads(text.numpy().tobytes())
         if "num_bytes" not in header:
-            # The publication is complete, and its last bucket has been read.
+            # The publication has ended, so no more buckets follow.
             self._buffer = None
             return header, None
-        # The first buffer is as large as the largest usual bucket. Views of a buffer may outlive
-        # its replacement by a larger one, and both would then take memory.
+        # Allocate `room_bytes`, not `num_bytes`: if a larger buffer replaced this one for a later
+        # bucket, views of this one might still exist, and both would take memory.
         if self._buffer is None or self._buffer.numel() < header["num_bytes"]:
             self._buffer = torch.empty(header["room_bytes"], dtype=torch.uint8, device=self._device)
         content = self._buffer[: header["num_bytes"]]

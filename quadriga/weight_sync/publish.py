@@ -147,7 +147,8 @@ class CopiedWeights:
                 it has a complete set.
         """
         dtypes = {name: tensor.dtype for name, tensor in target.named_weights()}
-        # Fingerprints of the weights as the target gets them: known ones, and others.
+        # Fingerprints of the weights as the target gets them: those known before, and those to be
+        # computed.
         known_digests = {}
         pending = PendingFingerprints()
 
@@ -155,8 +156,8 @@ class CopiedWeights:
             """Convert the weights, and note their fingerprints."""
             for name, tensor in weights:
                 converted = tensor.detach().to(dtypes.get(name, tensor.dtype))
-                # A known fingerprint is that of the tensor before its conversion, so it is used
-                # only for a tensor that needs none.
+                # A known fingerprint is that of the tensor before its conversion, so it is valid
+                # only for a tensor that is not converted.
                 digest = None
                 if known is not None and converted.dtype == tensor.dtype:
                     digest = known.get(name)

@@ -142,8 +142,8 @@ def tir_optimal_token_baseline(
 ) -> tuple[Tensor, Tensor]:
     """Rewards to go minus the optimal baseline of each token that the policy sampled, across turns.
 
-    The n-th sampled token of a response is compared with the n-th ones of its group, without
-    counting tokens of tools and users.
+    The n-th sampled token of a response is compared with the n-th sampled tokens of the other
+    responses in its group. Tokens of tools and users are not counted.
 
     Args:
         token_level_rewards: [B, T].

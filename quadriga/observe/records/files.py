@@ -88,7 +88,8 @@ class RecordFolder:
         """Prepare the folder for a run that records the steps after `after_step`.
 
         Args:
-            after_step: the step that the run resumes from, or 0.
+            after_step: the step that the run resumes from, or 0. Infinity keeps all steps of a
+                continued run.
             is_continued: whether an existing record belongs to this run. If so, its steps after
                 `after_step` are removed, because the run computes them again. If not, it is moved
                 to a folder `superseded_N`.
@@ -107,6 +108,7 @@ class RecordFolder:
             aside = next(place for place in places if not place.exists())
             aside.mkdir()
             paths = [path for _, path in recorded_files]
+            # `glob` returns the file of tokens only if it exists.
             for path in [*paths, *self.folder.glob(_TOKENS)]:
                 path.rename(aside / path.name)
 

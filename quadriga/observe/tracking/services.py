@@ -195,6 +195,7 @@ class MlflowBackend(TrackingBackend):
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
         identity = facts.load_id("mlflow")
         if identity is not None:
+            # The earlier process may have ended the run.
             self._client.update_run(identity, status="RUNNING")
         self._run_id = identity or self._begin(facts)
         self.steps = RecordedSteps(facts, "mlflow", identity)
