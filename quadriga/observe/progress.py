@@ -305,6 +305,7 @@ class Progress(AbstractContextManager["Progress"]):
         """
         self._marks.append((step, self._clock()))
         if step >= self.total:
+            # The work after the last step has begun, and is no longer predicted.
             self._closing_s = 0.0
         if len(self._marks) == 3 and self._marks[0][0] == self.initial:
             # After two steps, the pace is that of the second. The first one takes longer, for

@@ -60,8 +60,9 @@ def unpack_tensor(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch
 def pack(value: Any, memo: dict[int, Any]) -> Any:
     """Replace the tensors in plain dictionaries, lists and tuples by `PackedTensor`.
 
-    A list is searched only if its first entry may hold a tensor. A tensor that is missed is pickled
-    by torch, which is slower but just as exact.
+    A list is searched only if its first entry may hold a tensor, and a tuple only if one of its
+    entries is a tensor. A tensor that is missed is pickled by torch, which is slower but just as
+    exact.
 
     Args:
         value: the value to search.
@@ -70,7 +71,7 @@ def pack(value: Any, memo: dict[int, Any]) -> Any:
             value, and the same dictionary again for values that may share objects.
 
     Returns:
-        The value with placeholders; the same object if nothing in it is replaced.
+        The value with placeholders. A dictionary, list or tuple that was searched is a new object.
     """
     if id(value) in memo:
         return memo[id(value)][0]

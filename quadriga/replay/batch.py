@@ -99,8 +99,8 @@ class RecordedStep:
             if texts:
                 objects[target] = object_array(json.loads(text or "null") for text in texts)
         batch = with_prompt_columns(rows, DataProto.from_dict(tensors, objects))
-        # Added after `with_prompt_columns`, which takes rows with these ids for several rows of a
-        # rollout, and would expect one prompt for each rollout. `rows` has one for each row.
+        # Added after `with_prompt_columns`: with `rollout_id` it would expect one prompt for each
+        # rollout, but `rows` has one prompt for each row.
         batch.non_tensor_batch[ROLLOUT_ID] = object_array(self._values("rollout_id"))
         if with_scores:
             scores = self._pad(self._values("token_scores"), torch.float32)

@@ -251,7 +251,7 @@ def _edits_to_overrides(edits: Sequence[str]) -> list[str]:
                 fix="`quadriga config keys WORDS` lists keys.",
             )
         if name == "reward":
-            # FILE:FUNCTION. Without a name the function is `compute_score`, as in the section.
+            # The value is FILE:FUNCTION, or FILE for the section's default, `compute_score`.
             path, colon, function = value.rpartition(":")
             if not colon:
                 path = value

@@ -198,6 +198,9 @@ class Channel:
 
         Args:
             activity: what happens inside, for errors.
+
+        Raises:
+            WeightSyncError: the processes did not connect, or the connection broke.
         """
         try:
             if self._headers is None:
@@ -250,8 +253,8 @@ class WeightSender:
             Exception: an error of `weights`. The receivers are told of it first.
         """
         sent = {}
-        # Connect before packing: receivers wait only MEETING_TIMEOUT for the connection, and the
-        # first bucket may take longer.
+        # Entering `connection` connects. Do it before packing: receivers wait only MEETING_TIMEOUT
+        # for the connection, and the first bucket may take longer.
         with self.channel.connection("the meeting"):
             pass
         try:

@@ -424,7 +424,7 @@ class ReshardedWeights:
         """
         expected = torch.empty_like(sent, device=self.device)
         with detect_lost_peer(self._name_activity("the comparison of fingerprints")):
-            # Without sizes, each rank gets one row from each other rank.
+            # With empty lists of sizes, each rank gets one row from each rank.
             self._group.alltoall_base(expected, sent.to(self.device), [], []).wait()
         expected = expected.cpu()
         version = int(received[self.rank, 0])
@@ -648,6 +648,7 @@ def _slice_moves(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bu
     for start, stop in ((first, middle), (middle, end)):
         half = []
         for move in moves:
+            # The part of the block that is in the rows from `start` to `stop`.
             rows = Box((start, *move.box.start[1:]), (stop - start, *move.box.shape[1:]))
             common = move.box.overlap(rows)
             if common is not None:
