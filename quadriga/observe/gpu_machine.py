@@ -146,7 +146,7 @@ def warnings_of_machine(num_processes: int, num_nodes: int) -> Iterator[str]:
                 " Start the container with --ipc=host or --shm-size=16g."
             )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The driver's process has no GPU, and opens as many files.
+    # One share more, for the driver's process.
     least_files = LEAST_FILES_EACH * (num_processes + 1)
     if soft != resource.RLIM_INFINITY and soft < least_files:
         if hard == resource.RLIM_INFINITY or hard >= least_files:

@@ -110,12 +110,15 @@ def _describe_verdict(replayed: ReplayResult) -> str:
         return f"{step}: equal bit for bit"
     if not replayed.obstacle:
         return f"{step}: DIFFERENT"
-    limit = f"by up to {replayed.largest:.3g}; bit for bit is not expected: {replayed.obstacle}"
+    reason = f"not expected to be equal bit for bit: {replayed.obstacle}"
+    largest = f"by up to {replayed.largest:.3g}"
     if not replayed.start.is_first:
-        return f"{step}: differs {limit}, and differences grow with each step from the checkpoint"
+        return (
+            f"{step}: differs {largest}, which grows with each step from the checkpoint; {reason}"
+        )
     if replayed.is_equal:
-        return f"{step}: equal within {TOLERANCE:g}, {limit}"
-    return f"{step}: DIFFERENT {limit}, but at most {TOLERANCE:g} is"
+        return f"{step}: differs {largest}, within {TOLERANCE:g}; {reason}"
+    return f"{step}: DIFFERENT {largest}, above {TOLERANCE:g}; {reason}"
 
 
 # Rows

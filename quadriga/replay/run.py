@@ -340,7 +340,8 @@ def _require_effect(overrides: Sequence[str], edited: Config, final: Config) -> 
                 f"--edit {override}",
                 got="a key that a replay sets itself",
                 expected=_EDITABLE,
-                fix="A replay is one process without engine, validation and checkpoints.",
+                fix="Leave out the edit: a replay is always one process without engine, validation "
+                "and checkpoints.",
             )
 
 
@@ -368,7 +369,11 @@ def _require_same_prompts(overrides: Sequence[str], config: Config, edited: Conf
 
 
 def _require_replayable(config: Config, start: ReplayStart) -> None:
-    """Refuse a run whose steps do not follow from a checkpoint and recorded responses alone."""
+    """Refuse a run whose steps do not follow from a checkpoint and recorded responses alone.
+
+    Raises:
+        DataError: the run is not of the task rl, or it was asynchronous.
+    """
     if config.task != "rl":
         raise DataError(
             str(start.configuration),

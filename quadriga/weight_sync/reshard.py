@@ -371,7 +371,7 @@ class ReshardedWeights:
         return [total[rank] for rank in range(self.size)]
 
     def _store_block(self, move: Move, block: torch.Tensor, wanted_shards: Wanted) -> None:
-        """Copy a block into the shard of the rollout engine that it belongs to.
+        """Copy a block into the rollout engine's shard of its parameter.
 
         Args:
             move: the move that brought the block.
