@@ -60,7 +60,7 @@ _EDITABLE = (
     "a key of grading, advantages or the update, such as those of reward_model, "
     "custom_reward_function, algorithm, actor_rollout_ref.actor and critic"
 )
-"""What may be edited, for errors."""
+"""Description of the keys that may be edited, for errors."""
 _REWARD_SECTION = "custom_reward_function"
 _LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
