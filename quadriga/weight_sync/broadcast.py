@@ -37,11 +37,11 @@ TIMEOUT = timedelta(minutes=30)  # the other side may still be generating, or up
 # breaks, so only this timeout shows it.
 MEETING_TIMEOUT = timedelta(seconds=60)
 SHARES = 4
-"""Number of shares of `bucket_bytes`: a bucket takes one of them.
+"""Number of equal shares into which a sender divides `bucket_bytes`. A bucket takes one share.
 
-The others are for the shards of the parameter that is being gathered, and for tensors that gloo
-still holds. A parameter larger than a share is sent without a copy. So a sender needs at most
-`bucket_bytes` in addition to the model, if none of its parameters exceeds a sixth of that.
+The other shares are for the shards of the parameter that is being gathered, and for tensors that
+gloo still holds. A parameter larger than a share is sent without a copy. So a sender needs at most
+`bucket_bytes` in addition to the model, if no parameter exceeds a sixth of `bucket_bytes`.
 """
 
 
