@@ -55,18 +55,18 @@ class LossCounts:
 
         Args:
             loss_mask: [B, T], 0/1 or bool.
-            rollout_num_tokens: tokens of each sequence's rollout under its mask, [B]; None: every
-                sequence is a rollout.
+            rollout_num_tokens: for each sequence, the tokens under the mask in all sequences of its
+                rollout, [B]; None: every sequence is a rollout.
 
         Returns:
-            The counts.
+            The counts. `num_echo_tokens` is 0, since it has a mask of its own.
         """
         mask = loss_mask.bool()
         num_tokens = int(mask.sum())
         num_sequences = int(mask.any(-1).sum())
         num_rollouts = float(num_sequences)
         if rollout_num_tokens is not None:
-            # A sequence counts as the fraction of its rollout's tokens that it has.
+            # A sequence counts as a fraction of a rollout: its share of the rollout's tokens.
             shares = mask.sum(-1).double() / rollout_num_tokens.clamp(min=1)
             num_rollouts = float(shares.sum())
         return cls(num_tokens, num_sequences, num_rollouts)
@@ -114,7 +114,7 @@ def agg_loss(
     Raises:
         ConfigError: the mode is unknown.
     """
-    # Only if a count is missing, because counting makes the host wait for the accelerator.
+    # Count only if a number is missing, because counting makes the host wait for the accelerator.
     if batch_num_tokens is None or global_batch_size is None:
         counts = LossCounts.of(loss_mask)
         if batch_num_tokens is None:
@@ -134,7 +134,7 @@ def agg_loss(
         loss_scale_factor=loss_scale_factor,
         dtype=loss_mat.dtype,
     )
-    # Although the weights are 0 outside the mask: a NaN there times 0 is still NaN.
+    # The weights are 0 outside the mask, but a NaN there times 0 would still be NaN.
     return zero_outside(loss_mat * weights, loss_mask).sum()
 
 

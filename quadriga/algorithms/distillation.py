@@ -29,8 +29,8 @@ def forward_kl(
 
     Returns:
         The divergence at each position in nats, [B, T], clamped to at least 0. The sum over k
-        tokens is negative where the student gives them more probability than the teacher does;
-        nothing is learned there.
+        tokens may be negative where the student gives these tokens more probability than the
+        teacher does. The clamp lets nothing be learned there.
     """
     # A floor keeps tokens that are almost impossible for the student from dominating the sum.
     if floor is not None:

@@ -70,8 +70,9 @@ class Groups:
         if rollout_id is None:
             return groups
 
-        # Within a group, the weights of a rollout's rows add up to 1, so those of all rows add up to
-        # the number of rollouts. A rollout with rows in several groups counts once in each.
+        # Group the rows by group and rollout: a rollout with rows in several groups counts once in
+        # each. The weights of a rollout's rows add up to 1 in a group, and those of all rows of the
+        # group to its number of rollouts.
         rollout_numbers = _number_names(rollout_id)
         rollouts = cls.of(zip(numbers, rollout_numbers, strict=True), scores)
         row_weight = 1 / rollouts.size.float()
@@ -96,13 +97,14 @@ class Groups:
         if values.dim() > 1:
             # Unlike `index_add`, `scatter_reduce` needs an index for every element.
             index = index[:, None].expand_as(values)
+        # Without `include_self`, the zeros themselves do not count.
         minima = zeros.scatter_reduce(0, index, values, "amin", include_self=False)
         return minima[self.member]
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over the rollouts of each row's group: [B] to [B].
 
-        Of a group of one, its own value; only `centered` takes 0.
+        For a group of one it is the group's value, although `centered` takes the mean as 0.
         """
         weights = self._weights(values)
         return self.sum(values * weights) / self.sum(weights)

@@ -66,13 +66,14 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     elif value_kind in ("mse", "k2"):
         value = half_square
     else:
-        # k3. Two clamps keep a single outlier from dominating: in exp(), and of the result.
+        # k3. Two clamps keep a single outlier from dominating: of the argument of exp(), and of the
+        # result.
         log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         estimate = log_ratio.exp() - log_ratio - 1
         value = estimate.clamp(-MAX_LOW_VARIANCE_KL, MAX_LOW_VARIANCE_KL)
     if not kind.endswith("+"):
         return value
-    # Straight-through: the second term is 0 and carries the gradient of k2.
+    # Straight-through: the second term is 0 in value, and has the gradient of k2.
     return value.detach() + (half_square - half_square.detach())
 
 
@@ -85,11 +86,11 @@ class KLController:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Adapt the coefficient to a new measurement.
+        """Adapt the coefficient to the divergence of a batch. A fixed coefficient stays as it is.
 
         Args:
-            current_kl: mean divergence of a batch, in nats per token.
-            n_steps: sequences in that batch.
+            current_kl: mean divergence of the batch, in nats per token.
+            n_steps: number of sequences in the batch.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +98,11 @@ class KLController:
         return {"type": self.kind}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; raise `CheckpointError` for that of another controller type."""
+        """Restore a saved state.
+
+        Raises:
+            CheckpointError: the state is that of another type of controller.
+        """
         if state.get("type") != self.kind:
             raise CheckpointError(
                 "KL controller",
@@ -142,9 +147,9 @@ class AdaptiveKLController(KLController):
 
         Args:
             current_kl: mean divergence of the batch, in nats per token.
-            n_steps: sequences of the batch.
+            n_steps: number of sequences in the batch.
         """
-        # The clamp bounds the change of a single batch to 20 % of n_steps / horizon.
+        # The clamp bounds the relative change by a batch to 0.2 * n_steps / horizon.
         relative_error = current_kl / self.target - 1
         error = min(max(relative_error, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
@@ -160,8 +165,11 @@ class AdaptiveKLController(KLController):
 def get_kl_controller(kl_ctrl: Any) -> KLController:
     """Build the controller for the section `algorithm.kl_ctrl`.
 
-    It reads `type`, `kl_coef`, `target_kl` and `horizon`, and raises `ConfigError` for an unknown
-    type.
+    Args:
+        kl_ctrl: the section; `type`, `kl_coef`, `target_kl` and `horizon` are read.
+
+    Raises:
+        ConfigError: the type is unknown.
     """
     if kl_ctrl.type == "fixed":
         return KLController(kl_ctrl.kl_coef)
@@ -196,7 +204,7 @@ def apply_kl_penalty(
     """
     divergence = kl_penalty(old_log_probs, ref_log_prob, kind)
     divergence = zero_outside(divergence, response_mask)
-    # The coefficient of this batch: `update` changes it for the next one.
+    # Read before `update`, which changes the coefficient for the next batch.
     coefficient = kl_ctrl.value
     mean_per_sequence = masked_mean(divergence, response_mask, dim=-1)  # [B]
     current_kl = mean_per_sequence.mean().item()

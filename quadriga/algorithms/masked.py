@@ -78,8 +78,9 @@ def masked_whiten(
     Returns:
         The whitened values, [B, T], 0 outside the mask.
     """
-    # Distances from the smallest value are exactly 0 when all values are equal. Distances from a
-    # computed mean would be rounding errors, which the division would amplify.
+    # The mean is taken of distances from the smallest value, which are exactly 0 when all values
+    # are equal. With the values themselves, rounding errors would remain and the division amplify
+    # them.
     lowest = values.masked_fill(~mask.bool(), float("inf")).amin()
     distance = zero_outside(values - lowest, mask)
     if weights is None:

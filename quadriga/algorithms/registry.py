@@ -10,8 +10,8 @@ The signature tells a training step what it must provide: an estimator with the 
 a critic.
 
 Two keyword-only parameters with the default None are not options. An estimator that takes
-`rollout_id` gets the rollout of each row if rollouts have several rows. One that takes `memory` gets
-a dictionary that is kept from step to step and in checkpoints.
+`rollout_id` gets the rollout of each row if rollouts have several rows. One that takes `memory`
+gets a dictionary that is kept from step to step and in checkpoints.
 
 A function in a user's file needs no decorator: the configuration names it as
 `path/to/file.py:function`.
@@ -68,14 +68,14 @@ _ESTIMATOR_NAMES = {name.upper(): name for name in read_declarations("register_a
 AdvantageEstimator = StrEnum(  # pyrefly: ignore
     "AdvantageEstimator", _ESTIMATOR_NAMES, module=__name__
 )
-"""Names of the built-in estimators. Each member, such as `AdvantageEstimator.GAE`, equals its name."""
+"""Names of the built-in estimators. A member, such as `AdvantageEstimator.GAE`, equals its name."""
 
 
 def required_fields(function: AlgorithmFunction) -> tuple[str, ...]:
     """Batch fields that an algorithm reads: its positional parameters, in order.
 
-    A parameter called `index` reads `uid`, the group of a response, and not the batch's column
-    `index`, which is at best unique within one data file.
+    A parameter called `index` stands for `uid`, the group of a response. It does not read the
+    batch's column `index`, which numbers rows of a data file and may repeat across files.
     """
     names = []
     for name, parameter in signature(function).parameters.items():
@@ -121,7 +121,7 @@ def bind_options(
     """
     known = _settable_options(function)
     _check_options(own_values or {}, known, where)
-    # The shared values are those of a whole section, of which few are options of this function.
+    # `shared` has all keys of a section. Only some of them are options of this function.
     values = {name: value for name, value in (shared or {}).items() if name in known}
     values.update(own_values or {})
     parameters = signature(function).parameters
@@ -138,7 +138,7 @@ class Algorithm:
     name: str  # as in the configuration
     fields: tuple[str, ...]  # batch fields that the function reads, in order
     function: AlgorithmFunction  # takes the fields
-    # Functions that compute further fields from the whole batch, by name, with options bound.
+    # Batch columns among the fields: for each, the function that computes it, with options bound.
     columns: Mapping[str, Callable[..., Tensor]]
     # Whether a sequence whose advantages are all 0 has no loss, so that an engine may skip it.
     needs_advantage: bool
@@ -146,11 +146,18 @@ class Algorithm:
 
     @property
     def column_fields(self) -> frozenset[str]:
-        """Fields that `columns` are computed from."""
+        """Fields of the batch that the functions in `columns` read."""
         return frozenset(chain.from_iterable(map(required_fields, self.columns.values())))
 
     def compute_columns(self, fields: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Compute the columns, [B, T] each, from the fields of a whole batch, [B, T] each."""
+        """Compute the batch columns of this algorithm.
+
+        Args:
+            fields: fields of the whole batch by name, [B, T] each, at least `column_fields`.
+
+        Returns:
+            The columns by name, [B, T] each.
+        """
         computed = {}
         for name, column in self.columns.items():
             computed[name] = column(*(fields[field] for field in required_fields(column)))
@@ -162,16 +169,17 @@ class Registry(dict[str, AlgorithmFunction]):
 
     Args:
         key: the configuration key that chooses among them, for errors.
-        options_key: the key whose entries are their options, for errors.
+        options_key: the key whose entries are the options of these functions, for errors.
     """
 
     def __init__(self, key: str, options_key: str = "") -> None:
         super().__init__()
         self.key = key
         self.options_key = options_key
-        # Names of losses that are 0 for sequences without advantages.
+        # Names of losses that were registered with `needs_advantage`.
         self.needing_advantage: set[str] = set()
-        # Names that Quadriga itself registers; set once it has registered all of them.
+        # Names that Quadriga itself registers. The packages `advantages` and `losses` set it, after
+        # their last import.
         self.built_in: frozenset[str] = frozenset()
 
     def register(
@@ -202,8 +210,8 @@ class Registry(dict[str, AlgorithmFunction]):
         def decorate(function: Function) -> Function:
             where = f"{self.key} {key!r}"
             _check_signature(function, where)
-            # A module that runs twice registers new function objects, so their full names are
-            # compared instead of the objects.
+            # A module that runs twice registers new function objects under the same names. So full
+            # names are compared, not objects. An unused name is compared with itself.
             new_name = _full_name(function)
             old_name = _full_name(self.get(key, function))
             if new_name != old_name:
@@ -232,18 +240,18 @@ class Registry(dict[str, AlgorithmFunction]):
         """
         if name in self:
             return self[name]
-        # Without this, a path without a function would be reported as a misspelt name.
+        # A path without a function. It would otherwise be reported as a misspelt name.
         if name.endswith(".py"):
             raise ConfigError(
                 self.key,
                 got=repr(name),
                 expected="file.py:function",
-                fix="Say which function to take.",
+                fix="Append a colon and the name of the function to take.",
             )
         if not is_reference(name):
             names = sorted(self)
             fix = _SET_BY_SEVERAL_KEYS.get(str(name)) or did_you_mean(str(name), names)
-            # The function may be in a library that was not imported.
+            # Without a similar name, the function may be in a library that was not imported.
             raise ConfigError(
                 self.key,
                 got=repr(str(name)),
@@ -260,7 +268,7 @@ class Registry(dict[str, AlgorithmFunction]):
     ) -> Algorithm:
         """Find the function that a configuration names, and bind its options.
 
-        All errors of the choice are raised here rather than in a training step.
+        All errors in the configuration of an algorithm are raised here, not in a training step.
 
         Args:
             name: as for `find`.
@@ -280,13 +288,14 @@ class Registry(dict[str, AlgorithmFunction]):
         fields = required_fields(function)
         columns = {field: BATCH_COLUMNS[field] for field in fields if field in BATCH_COLUMNS}
 
-        # The options of a loss and those of its columns are in the same section.
+        # `own_values` has the options of the function and those of its columns. First check that
+        # each belongs to one of them, then give each the options that it takes.
         where = f"{self.options_key} ({name})"
         known = chain.from_iterable(map(_settable_options, (function, *columns.values())))
         _check_options(own_values, list(dict.fromkeys(known)), where)
 
         def bind(part: AlgorithmFunction) -> AlgorithmFunction:
-            """Bind the options that the function, or a column, takes."""
+            """Bind the options of the function or of a column."""
             values = {name: own_values[name] for name in options(part) if name in own_values}
             return bind_options(part, values, shared=shared, where=where)
 
@@ -334,7 +343,7 @@ class EstimatorMemory:
         return dict(self.values)
 
     def load_state_dict(self, state: Mapping[Hashable, Any] | None) -> None:
-        """Continue from a state; None if an earlier run had another estimator."""
+        """Continue from a state of `state_dict`. None: begin with no values."""
         self.values = dict(state or {})
 
 
@@ -356,8 +365,9 @@ def estimate_advantages(
         Advantages and returns, both [B, T] and 0 outside the mask.
 
     Raises:
-        ConfigError: the estimator names a field that the batch does not have, counts rows of a
-            rollout as responses, or does not return two finite tensors of the mask's shape.
+        ConfigError: the estimator names a field that the batch does not have; rollouts have several
+            rows, which the estimator would take for separate responses; or it does not return two
+            finite tensors of the mask's shape.
     """
     mask = fields["response_mask"].bool()
     defaults = {
@@ -379,7 +389,7 @@ def estimate_advantages(
         )
 
     inputs = [fields[name] for name in names]
-    # A user's estimator may return anything, so its result is checked.
+    # Check the result, because a user's estimator may return anything.
     result = estimator(*inputs, **_step_arguments(estimator, fields, memory))
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not all(isinstance(part, Tensor) for part in result):
@@ -397,10 +407,10 @@ def estimate_advantages(
 def _step_arguments(
     estimator: AlgorithmFunction, fields: Mapping[str, Any], memory: dict[Hashable, Any] | None
 ) -> dict[str, Any]:
-    """Keyword arguments that a training step passes to an estimator: `memory` and `rollout_id`.
+    """Keyword arguments that a training step, not the configuration, passes to an estimator.
 
-    They are passed to an estimator that takes them, and `rollout_id` only if a rollout has several
-    rows.
+    These are `memory`, and `rollout_id` if a rollout has several rows; each only if the estimator
+    has a parameter of that name.
 
     Raises:
         ConfigError: rollouts have several rows, and the estimator compares rows by `uid` alone.
@@ -417,13 +427,19 @@ def _step_arguments(
         raise ConfigError(
             _ESTIMATOR,
             got="an estimator that counts each row, and rollouts with several rows",
-            expected="one that takes rollout_id, such as grpo, rloo, maxrl or gigpo",
+            expected="an estimator that takes rollout_id, such as grpo, rloo, maxrl or gigpo",
         )
     return arguments
 
 
 def _check_per_token(name: str, values: Tensor, mask: Tensor) -> None:
-    """Raise a ConfigError for values that are not finite or not of the mask's shape [B, T]."""
+    """Raise a ConfigError unless values are of the mask's shape [B, T], and finite in the mask.
+
+    Args:
+        name: what the values are, for errors.
+        values: the values.
+        mask: the response mask, [B, T] bool.
+    """
     # A common mistake is a value per sequence, [B], which might even broadcast.
     if values.shape != mask.shape:
         raise ConfigError(
@@ -485,13 +501,13 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
 
 
 def check_fields(algorithm: Algorithm, known: Iterable[str], key: str) -> None:
-    """Refuse a field of a user's function whose name is nearly that of a known field.
+    """Refuse a field of a user's function whose name resembles that of a known field.
 
-    Other unknown names are accepted, because they may be columns of the data.
+    Other unknown names are accepted, because they may be columns of the user's data.
 
     Args:
         algorithm: the estimator or loss.
-        known: names of known fields.
+        known: names of the fields of the training loop.
         key: the configuration key that chose the algorithm, for the error.
 
     Raises:
@@ -541,10 +557,10 @@ def _check_signature(function: AlgorithmFunction, where: str) -> None:
 
 
 def _check_options(names: Iterable[str], known: Collection[str], where: str) -> None:
-    """Raise a ConfigError for an option that is not among the known ones.
+    """Raise a ConfigError for an option that an algorithm does not take.
 
     Args:
-        names: names of options.
+        names: names of options that were set.
         known: names of the options that the algorithm takes.
         where: the key to name in the error.
     """

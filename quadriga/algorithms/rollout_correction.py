@@ -54,7 +54,7 @@ from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.masked import MAX_LOG_RATIO, masked_mean, masked_sum, zero_outside
 
 Level = Literal["token", "sequence"]
-Bounds = tuple[float | None, float]
+Bounds = tuple[float | None, float]  # lower and upper bound; no lower bound: weights are truncated
 Metrics = dict[str, float]
 
 
@@ -66,7 +66,7 @@ class Rejection(NamedTuple):
     """
 
     level: str  # token, seq_sum, seq_mean or seq_max
-    kind: str  # k1, k2 or k3
+    kind: str  # estimate of the divergence: k1, k2 or k3
     lower: float
     upper: float
 
@@ -85,16 +85,17 @@ def correct_rollout(
 
     Args:
         columns: `old_log_probs`, `rollout_log_probs` and `response_mask` of the whole batch,
-            [B, T] each. If rollouts have several rows, `rollout_index` [B] has their numbers: a
-            rule on responses rejects rollouts as a whole.
+            [B, T] each. If rollouts have several rows, also `rollout_index`, the number of each
+            row's rollout, [B]: a rule on responses rejects rollouts as a whole.
         correction: section `algorithm.rollout_correction`; its `bypass_mode`, `rollout_is`,
             `weight_bounds`, `rollout_is_batch_normalize` and `rejections` are read.
 
     Returns:
-        Columns to set, [B, T] each: with `rollout_is`, `rollout_is_weights`, which every loss is
-        multiplied by (in bypass mode only the factor of batch normalisation, the same number
-        everywhere); with rejections, `response_mask`. And metrics of the batch before rejection,
-        under `rollout_corr/`.
+        Columns to set, [B, T] each, and metrics under `rollout_corr/`. The columns are
+        `rollout_is_weights`, by which every loss is multiplied, if `rollout_is` is set; and
+        `response_mask` without the rejected tokens, if there are rejections. In bypass mode the
+        loss computes weights and rejection, so the only column is, with batch normalisation, a
+        `rollout_is_weights` with the same factor on every token.
     """
     mask = columns["response_mask"]
     old_log_probs = columns["old_log_probs"]
@@ -116,7 +117,7 @@ def correct_rollout(
             factor = mean_weight(weights, mask, level)
             metrics["rollout_is_batch_norm_factor"] = float(factor)
             if correction.bypass_mode:
-                # The loss computes the weights itself, from the policy in training.
+                # The loss computes the weights itself. Only the factor is left to apply.
                 weights = mask.to(weights.dtype)
             corrected["rollout_is_weights"] = weights / factor
 
@@ -146,7 +147,7 @@ def importance_weights(
     """
     log_weight = zero_outside(log_ratio.detach(), response_mask)
     if level == "sequence":
-        # The log of a product of ratios, the same for all tokens of a response.
+        # The weight of a response is the product of its tokens' ratios, the same for all tokens.
         log_weight = log_weight.sum(-1, keepdim=True).expand(log_ratio.shape)
     weights = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     weights = zero_outside(weights, response_mask)
@@ -191,23 +192,27 @@ def weight_metrics(
         bounds: as for `importance_weights`.
 
     Returns:
-        No metrics if the mask is empty. Otherwise, of the weights within the bounds:
-        `rollout_is_mean`, `rollout_is_std` and `rollout_is_eff_sample_size` (squared mean over
-        mean of squares: 1 if all are equal). Of the weights before the bounds: `rollout_is_max`,
-        `rollout_is_min`, `rollout_is_ratio_fraction_high` and `rollout_is_ratio_fraction_low`
-        (above the upper bound; below the lower one, or below 1 / upper if there is none), and with
-        two bounds `rollout_is_oob_ratio`. Of the responses, whose weight is the mean over their
-        tokens: `rollout_is_seq_mean _std _max _min _max_deviation _fraction_high _fraction_low`.
+        No metrics if the mask is empty. Otherwise
+
+        - of the weights that the loss uses, after the bounds are applied: `rollout_is_mean`,
+          `rollout_is_std` and `rollout_is_eff_sample_size` (squared mean over mean of squares: 1 if
+          all are equal);
+        - of the weights before that: `rollout_is_max`, `rollout_is_min`,
+          `rollout_is_ratio_fraction_high` (fraction above the upper bound),
+          `rollout_is_ratio_fraction_low` (below the lower bound, or below 1 / upper without one),
+          and with two bounds `rollout_is_oob_ratio` (fraction of tokens out of bounds);
+        - of the responses, each with the mean weight of its tokens before the bounds:
+          `rollout_is_seq_mean _std _max _min _max_deviation _fraction_high _fraction_low`.
     """
     mask = response_mask.bool()
     if not mask.any():
         return {}
     lower, upper = bounds
-    # One bound has no lower counterpart; its reciprocal is as far from 1 on a log scale.
+    # Without a lower bound, count weights as low that are as far from 1 as `upper` on a log scale.
     floor = 1 / upper if lower is None else lower
     unbounded_weights = importance_weights(log_ratio, mask, level)  # [B, T]
     used_weights = importance_weights(log_ratio, mask, level, bounds)[mask]
-    # [number of responses with tokens]
+    # One mean for each response that has tokens.
     mean_per_response = masked_mean(unbounded_weights, mask, dim=-1)[mask.any(-1)]
     # A weight of a whole response counts once in extremes and fractions, not once per token.
     samples = mean_per_response if level == "sequence" else unbounded_weights[mask]
@@ -251,13 +256,20 @@ def keep_mask(
 
     Returns:
         The mask, [B, T] in the dtype of `response_mask`, 0 on rejected tokens; and metrics, none
-        if the mask was empty. `rollout_rs_masked_fraction` and `rollout_rs_seq_masked_fraction` are
-        the fractions of tokens that were rejected, and of responses that lost a token. Each rule
-        has the same metrics (`rollout_rs_RULE_masked_fraction`, ...), and the distribution of its
-        statistic over the tokens or responses that it judges: `rollout_rs_RULE_mean _std _max _min
-        _fraction_high _fraction_low`. `rollout_rs_RULE_seq_mean _std _max _min _max_deviation
-        _fraction_high _fraction_low` are always over responses, which for a rule on tokens have
-        the mean of their tokens; the deviation is that from 0.
+        if the mask was empty. For all rules together
+
+        - `rollout_rs_masked_fraction` is the fraction of tokens that were rejected;
+        - `rollout_rs_seq_masked_fraction` is the fraction of responses that lost a token.
+
+        For each rule, with LEVEL_KIND in the place of RULE,
+
+        - `rollout_rs_RULE_masked_fraction` and `rollout_rs_RULE_seq_masked_fraction` are the same
+          fractions for this rule alone;
+        - `rollout_rs_RULE_mean _std _max _min _fraction_high _fraction_low` is the distribution of
+          the rule's statistic over the tokens or responses that it judges;
+        - `rollout_rs_RULE_seq_mean _std _max _min _max_deviation _fraction_high _fraction_low` is
+          the distribution over responses. For a rule on tokens, a response has the mean of its
+          tokens; `_max_deviation` is the largest absolute value.
     """
     mask = response_mask.bool()
     has_tokens = mask.any()
@@ -268,14 +280,15 @@ def keep_mask(
     for rule in rules:
         statistic = _statistic(rule, difference, mask)
         low, high = rule.limits
-        # [B, T], also for a rule on responses: all tokens of a response pass or none.
+        # [B, T] at every level. A sum or a mean has the same value on all tokens of a response.
         is_within_limits = (statistic >= low) & (statistic <= high)
         # Positions outside the mask must not reject their response.
         passes = is_within_limits | ~mask
         if rule.level == "seq_max":
+            # One token that fails rejects the response.
             passes = passes.all(-1, keepdim=True).expand(mask.shape)
         if rollout_index is not None and rule.level != "token":
-            # A rollout passes if all of its rows do.
+            # A rollout passes if all of its rows do: if the smallest of 0 and 1 is 1.
             rollouts = Groups.of(rollout_index, mask)
             rollout_passes = rollouts.smallest(passes.all(-1).float()).bool()  # [B]
             passes = rollout_passes[:, None].expand(mask.shape)
@@ -288,7 +301,13 @@ def keep_mask(
 
 
 def _statistic(rule: Rejection, log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Estimated divergence by which a rule judges each token, [B, T]."""
+    """Estimated divergence by which a rule judges each token, [B, T].
+
+    Args:
+        rule: the rule. For `seq_sum` and `seq_mean`, all tokens of a response have the same value.
+        log_ratio: log p_train - log p_rollout, [B, T], 0 outside the mask.
+        mask: [B, T] bool.
+    """
     if rule.kind == "k1":
         divergence = -log_ratio
     elif rule.kind == "k2":
@@ -303,11 +322,19 @@ def _statistic(rule: Rejection, log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def _rule_metrics(rule: Rejection, statistic: Tensor, passes: Tensor, mask: Tensor) -> Metrics:
-    """Metrics of a rule; `statistic`, `passes` and `mask` are [B, T]."""
+    """Metrics of a single rule; see `keep_mask`.
+
+    Args:
+        rule: the rule.
+        statistic: value by which the rule judges each token, [B, T].
+        passes: whether each token passes the rule, [B, T].
+        mask: the response mask, [B, T] bool; not empty.
+    """
     if rule.level == "token":
         per_response = masked_mean(statistic, mask, dim=-1)
     else:
-        # The worst token decides. Sums and means are equal on all tokens of a response.
+        # With `seq_max` the worst token decides. A sum or a mean is equal on all tokens, so the
+        # largest value is that value.
         per_response = statistic.masked_fill(~mask, -math.inf).amax(-1)
     per_response = per_response[mask.any(-1)]
     # A statistic of a whole response counts once, not once per token.
@@ -328,7 +355,11 @@ def _statistics(
 ) -> Metrics:
     """Metrics of the distribution of a statistic.
 
-    The caller computes the standard deviation, which is biased or unbiased.
+    Args:
+        prefix: beginning of the metrics' names.
+        values: values of the statistic, [N].
+        limits: lower and upper limit; metrics are the fractions of values beyond each.
+        deviation: standard deviation of the values, biased or unbiased as the caller chose.
     """
     low, high = limits
     statistics = {
@@ -343,7 +374,13 @@ def _statistics(
 
 
 def _masked_fractions(prefix: str, passes: Tensor, mask: Tensor) -> Metrics:
-    """Fractions of the tokens that were rejected and of the responses that lost a token."""
+    """Fraction of the tokens that were rejected, and of the responses that lost a token.
+
+    Args:
+        prefix: beginning of the metrics' names.
+        passes: whether each token passes, [B, T].
+        mask: the response mask, [B, T] bool; not empty.
+    """
     is_rejected = mask & ~passes
     lost_a_token = is_rejected.any(-1)
     has_tokens = mask.any(-1)
@@ -356,7 +393,7 @@ def _masked_fractions(prefix: str, passes: Tensor, mask: Tensor) -> Metrics:
 def divergence_metrics(
     log_prob: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
 ) -> Metrics:
-    """Divergence of the policy in training from the one that sampled, before any correction.
+    """Divergence of the policy in training from the policy that sampled, before any correction.
 
     Args:
         log_prob: log-probabilities by the trainer, [B, T].
@@ -364,13 +401,16 @@ def divergence_metrics(
         response_mask: [B, T].
 
     Returns:
-        No metrics if the mask is empty. Means over tokens: `kl` (KL(rollout || train), k1), `k3_kl`
-        and `chi2_token` (mean of exp(2 d), minus 1). Means over responses, whose perplexity is
-        exp(-mean log p): `training_ppl`, `rollout_ppl`, their logarithms `training_log_ppl` and
-        `rollout_log_ppl`, `ppl_ratio` (training over rollout) and `chi2_seq` (with the product of
-        the ratios of a response). Of log training_ppl - log rollout_ppl per response, the mean,
-        mean absolute value and extremes: `log_ppl_diff`, `log_ppl_abs_diff`, `log_ppl_diff_max`,
-        `log_ppl_diff_min`.
+        No metrics if the mask is empty. Otherwise
+
+        - means over tokens: `kl` and `k3_kl` (k1 and k3 estimates of KL(rollout || train)), and
+          `chi2_token` (mean of exp(2 d), minus 1);
+        - means over responses, whose perplexity is exp(-mean log p): `training_ppl`, `rollout_ppl`,
+          their logarithms `training_log_ppl` and `rollout_log_ppl`, `ppl_ratio` (training over
+          rollout), and `chi2_seq` (like `chi2_token`, with d summed over a response);
+        - of log training_ppl - log rollout_ppl of each response, the mean, the mean absolute value
+          and the extremes: `log_ppl_diff`, `log_ppl_abs_diff`, `log_ppl_diff_max`,
+          `log_ppl_diff_min`.
     """
     mask = response_mask.bool()
     has_tokens = mask.any(-1)
@@ -381,7 +421,7 @@ def divergence_metrics(
     rollout = zero_outside(rollout_log_probs.detach(), mask).double()
     difference = (trainer - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
-    # Per response that has tokens: the logarithm of its perplexity is its negative mean log-prob.
+    # One value for each response with tokens. The log of its perplexity is its negative mean log p.
     training_log_ppl = -masked_mean(trainer, mask, dim=-1)[has_tokens]
     rollout_log_ppl = -masked_mean(rollout, mask, dim=-1)[has_tokens]
     log_ppl_diff = training_log_ppl - rollout_log_ppl

@@ -27,11 +27,12 @@ class CallTime:
 
     Attributes:
         role: role of the worker.
-        rank: its rank.
+        rank: rank of the worker.
         method: name of the method.
-        begin_s: start by the clock of its machine, in seconds since 1970.
+        begin_s: start by the clock of the worker's machine, in seconds since 1970.
         seconds: duration.
-        waited_s: part of the duration in which it waited for other ranks, as far as it is measured.
+        waited_s: part of the duration in which the worker waited for other ranks, as far as
+            `count_waits` measures that.
     """
 
     role: str
@@ -43,12 +44,13 @@ class CallTime:
 
 
 class _RankWaits(threading.local):
-    """Seconds that the calling thread has waited for other ranks."""
+    """Seconds that the calling thread has waited for other ranks, since the thread began."""
 
     seconds = 0.0
 
 
 RANK_WAITS = _RankWaits()
+"""Counter of each thread, to which `count_waits` adds."""
 
 
 def _awake_ns() -> int | None:
@@ -74,13 +76,16 @@ def count_waits(num_ranks: int, device_type: str) -> Iterator[None]:
         num_ranks: ranks that meet in collectives of the block.
         device_type: type of the device that computes.
     """
-    awake_before = _awake_ns() if num_ranks > 1 and device_type == "cpu" else None
+    is_counted = num_ranks > 1 and device_type == "cpu"
+    awake_before = _awake_ns() if is_counted else None
     begin = time.perf_counter()
     try:
         yield
     finally:
         awake_after = None if awake_before is None else _awake_ns()
         if awake_before is not None and awake_after is not None:
+            # The thread slept in the time in which it was not awake. The two clocks differ
+            # slightly, so the difference may be negative.
             awake_s = (awake_after - awake_before) * _NS
             RANK_WAITS.seconds += max(0.0, time.perf_counter() - begin - awake_s)
 
@@ -95,7 +100,7 @@ def step_calls(calls: Sequence[CallTime], step_s: float, end_s: float) -> dict[s
 
     Returns:
         For each `role.method` a list of calls `[rank, begin_s, seconds, waited_s]`, where `begin_s`
-        counts from the begin of the step. Calls that ended before the step began are left out.
+        is in seconds since the step began. Calls that ended before the step began are left out.
     """
     begin_s = end_s - step_s
     rows = {}

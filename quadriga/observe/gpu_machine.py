@@ -53,7 +53,7 @@ def require_visible_devices() -> None:
     """Check that CUDA_VISIBLE_DEVICES, if it is set, names GPUs that ranks can use together.
 
     Raises:
-        ConfigError: it hides all GPUs, repeats one, or names several MIG parts.
+        ConfigError: the variable hides all GPUs, repeats one, or names several MIG parts.
     """
     devices = visible_devices()
     if devices is None:
@@ -111,7 +111,8 @@ def check_machine(device: str, num_processes: int, num_nodes: int) -> None:
     """
     uses_gpus = device.startswith("cuda")
     if device == "auto":
-        # torch could tell, but loading it here would delay the first line of output.
+        # torch could tell, but loading it here would delay the first line of output. An empty list
+        # of visible devices hides all GPUs; None shows all.
         uses_gpus = DRIVER.exists() and visible_devices() != []
     if not uses_gpus:
         num_cores = len(os.sched_getaffinity(0))
@@ -131,7 +132,7 @@ def check_machine(device: str, num_processes: int, num_nodes: int) -> None:
 def warnings_of_machine(num_processes: int, num_nodes: int) -> Iterator[str]:
     """Yield warnings about limits that may slow a run down or end it later.
 
-    As a side effect the limit of open files is raised, as far as the system allows that.
+    Also raise this process's limit of open files if it is too low and the system allows that.
 
     Args:
         num_processes: number of processes with a GPU on this machine.
@@ -145,6 +146,7 @@ def warnings_of_machine(num_processes: int, num_nodes: int) -> Iterator[str]:
                 " Start the container with --ipc=host or --shm-size=16g."
             )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # One share more, for the driver's process.
     least_files = LEAST_FILES_EACH * (num_processes + 1)
     if soft != resource.RLIM_INFINITY and soft < least_files:
         if hard == resource.RLIM_INFINITY or hard >= least_files:

@@ -10,8 +10,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def kernel_identity() -> str:
     """Identity of the running kernel, which is the same in all containers of a machine.
 
-    Host names do not serve: each container has its own.
+    On Linux it is not the host name, which differs between containers.
     """
     if _BOOT_ID.is_file():
         return _BOOT_ID.read_text(encoding="ascii").strip()
+    # Systems without /proc have no containers that share a kernel.
     return socket.gethostname()

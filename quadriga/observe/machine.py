@@ -56,7 +56,7 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
         if is_fast:
             return Choice(torch.bfloat16, f"bfloat16: {reason}")
         return Choice(torch.float32, f"float32: {reason}")
-    warning = "" if is_fast else f" (slow here: float32: {reason})"
+    warning = "" if is_fast else f" (slow here: {reason})"
     return Choice(getattr(torch, requested), f"{requested}: asked for{warning}")
 
 
@@ -64,8 +64,8 @@ def _multiplies_16_bits(device: torch.device, cpu_flags: Sequence[str]) -> tuple
     """Whether a device multiplies a 16-bit dtype in hardware, and the reason.
 
     Args:
-        device: the device. Of an accelerator the dtype is bfloat16.
-        cpu_flags: flags of the units that do it in a CPU.
+        device: the device. For a device other than the CPU the dtype is bfloat16.
+        cpu_flags: for a CPU, flags of the units that multiply the dtype; one of them is enough.
     """
     if device.type == "cpu":
         limit = cpu_limit()
@@ -90,17 +90,17 @@ def _multiplies_16_bits(device: torch.device, cpu_flags: Sequence[str]) -> tuple
 def cpu_limit() -> str:
     """The setting that hides newer instructions of this CPU, as text; "" if there is none.
 
-    `ATEN_CPU_CAPABILITY` limits the instructions that torch's operators use. Everything else that
-    depends on instructions of the CPU asks this function, so that it has the same limit.
+    `ATEN_CPU_CAPABILITY` limits the instructions that torch's operators use. Code of Quadriga that
+    depends on instructions of the CPU asks this function, to respect the same limit.
     """
     capability = os.environ.get("ATEN_CPU_CAPABILITY", "")
     return f"ATEN_CPU_CAPABILITY={capability}" if capability in ("avx2", "default") else ""
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Memory that this process has in RAM, and its peak so far, in bytes.
+    """Memory that this process has in RAM, and the peak of that memory so far, in bytes.
 
-    Without /proc (macOS) both are the peak.
+    Without /proc (macOS) both numbers are the peak.
     """
     # `ru_maxrss` is in KiB on Linux, in bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
@@ -110,7 +110,7 @@ def resident_bytes() -> tuple[int, int]:
 
 
 def forget_peak() -> bool:
-    """Make `resident_bytes` return the peak from now on. Returns whether the system can do that."""
+    """Reset the peak that `resident_bytes` returns. Returns whether the system can do that."""
     try:
         # The 5 of the kernel's interface resets the peak.
         _CLEAR.write_text("5", encoding="ascii")
@@ -141,6 +141,7 @@ def num_usable_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
+    # Microseconds of all cores together in each period of microseconds: "200000 100000" is 2 cores.
     quota, _, period = _read_kernel_file(_CGROUP / "cpu.max").partition(" ")
     if not quota:
         # Version 1 of the interface.
@@ -185,8 +186,8 @@ def is_in_memory(folder: Path) -> bool:
     folder_kind = ""
     for line in _read_kernel_file(Path("/proc/self/mounts")).splitlines():
         _, mount_point, kind, *_ = line.split()
-        # The innermost mount holds the folder. Of two at the same point the later one hides the
-        # earlier one.
+        # The folder is on the innermost mount, which has the longest path. Of two mounts at the
+        # same point, the later one in the list hides the earlier one.
         if folder.is_relative_to(mount_point) and len(mount_point) >= longest:
             longest = len(mount_point)
             folder_kind = kind
@@ -229,8 +230,8 @@ def describe_gpus() -> str:
     if torch.cuda.is_initialized():
         properties = torch.cuda.get_device_properties(0)
         return f"{count} x {properties.name} with {properties.total_memory / GIB:.0f} GiB"
-    # torch would make a CUDA context, which takes half a gigabyte of the first GPU, and fails on a
-    # GPU that admits one process only. The driver's program needs none.
+    # torch would make a CUDA context to find the name. A context takes half a gigabyte of the first
+    # GPU, and fails on a GPU that admits one process only. nvidia-smi needs no context.
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(
@@ -240,18 +241,18 @@ def describe_gpus() -> str:
         return f"{count} GPU{'s' if count != 1 else ''}"
     name, _, mebibytes = output.stdout.partition("\n")[0].rpartition(",")
     if not mebibytes.strip().isdigit():
-        # GPUs that share the memory of the host have "[N/A]".
+        # For GPUs that share the memory of the host, nvidia-smi prints "[N/A]".
         return f"{count} x {name or 'GPU'}"
     return f"{count} x {name} with {int(mebibytes) / 1024:.0f} GiB"
 
 
 def _physical_bytes() -> int:
-    """Memory of the machine."""
+    """Memory of the machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _kernel_bytes(path: Path, key: str, default: int) -> int:
-    """Value in bytes of a key that a file of the kernel gives in KiB; `default` without the key."""
+    """Value of a key in a file of the kernel, converted from KiB to bytes; else `default`."""
     field = _kernel_value(path, key)
     return int(field.split()[0]) * 1024 if field else default
 
@@ -272,7 +273,7 @@ def _read_kernel_file(path: Path) -> str:
 
 @contextmanager
 def detect_lost_peer(where: str) -> Iterator[None]:
-    """Context manager for collectives, which fail if another rank is gone: say so in the error.
+    """Context manager for collectives: raise their errors as a `PeerLostError`.
 
     Args:
         where: name of the collectives, for the error message.
@@ -283,7 +284,7 @@ def detect_lost_peer(where: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
-        # A RuntimeError too, but of this rank's own.
+        # Although it is a RuntimeError, this rank caused it.
         raise
     except RuntimeError as error:
         raise PeerLostError(

@@ -22,7 +22,8 @@ class Metric:
     Attributes:
         value: the number.
         reduction: how values of the same name combine.
-        weight: number of tokens, sequences or steps behind the value, for a mean.
+        weight: number of tokens, sequences or steps that the value was computed from. Only a mean
+            depends on it.
     """
 
     value: float
@@ -39,8 +40,8 @@ class Metric:
         for name in ("value", "weight"):
             number = getattr(self, name)
             if getattr(number, "is_cuda", False):
-                # It may not be computed yet, and reading it would wait for the GPU. All numbers of
-                # a step are read at once later.
+                # It stays a tensor: reading it now would wait for the GPU. All numbers of a step
+                # are read at once later.
                 number = number.detach()
             elif hasattr(number, "item"):
                 number = float(number.item())
@@ -57,6 +58,9 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merge the metrics of several workers, micro-batches or mini-batches into one for each name.
 
     Merging in stages gives the same result as merging at once.
+
+    Raises:
+        ValueError: metrics of the same name have different reductions.
     """
     collected = {}
     for part in parts:
@@ -74,8 +78,12 @@ def reduce_metrics(*parts: Mapping[str, Metric | Sequence[Metric]]) -> dict[str,
 
     Returns:
         The values. A name that has only empty lists was measured nowhere, and is left out.
+
+    Raises:
+        ValueError: metrics of the same name have different reductions.
     """
-    # The metrics of one part stay as they are: combining a single one could round its value.
+    # With one mapping, its metrics are not put into lists: combining a single metric could round
+    # its value.
     collected: Mapping[str, Metric | Sequence[Metric]] = parts[0]
     if len(parts) > 1:
         lists = defaultdict[str, list[Metric]](list)
@@ -102,7 +110,7 @@ def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
     weight = math.fsum(metric.weight for metric in metrics)
     values = [metric.value for metric in metrics]
     if reduction == "mean":
-        # A part of weight 0 does not count, even if its value is NaN.
+        # A metric of weight 0 does not count, even if its value is NaN.
         products = [metric.value * metric.weight for metric in metrics if metric.weight > 0]
         # The mean of nothing is NaN, not 0.
         value = _sum(products) / weight if weight else math.nan
@@ -121,7 +129,7 @@ def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
 
 
 def _sum(values: Sequence[float]) -> float:
-    """Sum of values; it does not depend on their order if they are finite."""
+    """Sum of values. For finite values it does not depend on their order."""
     if all(map(math.isfinite, values)):
         return math.fsum(values)
     # fsum raises for opposite infinities, whose sum is NaN.

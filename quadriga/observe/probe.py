@@ -2,9 +2,11 @@
 """Probe of the optional packages: whether each is installed and works, and if not, why.
 
 An installed package may be too old, or fail to load because it needs another one. Packages that
-load quickly are imported, each in a separate process, where a crash or a hang does no harm. The
-others take seconds to load. Of them only the versions of their requirements are compared, and the
+load quickly are imported, each in a separate process, where a crash or a hang does no harm. For
+packages that take seconds to load, only the versions of their requirements are compared, and the
 report says that they were not tried.
+
+A problem is a text, or "" if there is none.
 """
 
 import importlib.util
@@ -102,7 +104,7 @@ def probe_capabilities(
 
 
 def release_numbers(text: str) -> tuple[int, ...]:
-    """Leading release numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
+    """Leading release numbers of a version: "2.13.0+cpu" -> (2, 13, 0). Empty if there are none."""
     release = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(map(int, release[0].split("."))) if release else ()
 
@@ -152,8 +154,11 @@ def _import_problem(module: str, timeout_s: float) -> str:
 def installed(*packages: str) -> tuple[str, str]:
     """Find the first of some distributions that is installed, without importing it.
 
+    Args:
+        *packages: names of distributions that serve the same purpose.
+
     Returns:
-        Its name and version. If none is installed, the name of the first, and "" as version.
+        Name and version of the distribution. If none is installed, the first name and "".
     """
     for name in packages:
         try:
@@ -164,7 +169,15 @@ def installed(*packages: str) -> tuple[str, str]:
 
 
 def _requirement_problem(module: str, distribution: str) -> str:
-    """Problem that shows without an import: no module, or an unmet requirement; else ""."""
+    """Look for a problem without an import: no module, or a requirement that is not met.
+
+    Args:
+        module: name that would be imported.
+        distribution: name of the installed distribution.
+
+    Returns:
+        The problem, or "" if there is none.
+    """
     if importlib.util.find_spec(module) is None:
         return f"{NOT_TRIED}: there is no module {module}"
     for line in requires(distribution) or ():

@@ -25,7 +25,7 @@ from quadriga.observe.timing import PhaseTimer
 
 # Allocations in a memory snapshot; a step of a large model makes some ten thousand.
 MEMORY_EVENTS = 1_000_000
-# Process numbers reserved in the joint trace for each process: itself, and each of its devices.
+# Numbers in the joint trace that are reserved for a process: for itself and each of its devices.
 NUM_PIDS = 1000
 
 
@@ -43,7 +43,7 @@ def check_tool(tool: str | None, device: torch.device) -> None:
         raise ConfigError(
             "global_profiler.tool",
             got=f"{tool} in a process on {device}",
-            expected="a CUDA device, which it records",
+            expected="a CUDA device, because the tool records only these",
             fix="Use global_profiler.tool=torch; its trace holds the CPU's operators and allocations.",
         )
 
@@ -58,7 +58,7 @@ class Recording:
         origin_ns: the time at which the joint trace begins, in nanoseconds since 1970.
     """
 
-    # The recording in progress. A process has one profiler, even if it has several roles.
+    # The recording in progress in this process, which has one even if it has several roles.
     current: ClassVar[Optional["Recording"]] = None
 
     def __init__(self, tool: str, title: str, number: int, origin_ns: int) -> None:
@@ -71,6 +71,7 @@ class Recording:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
         elif tool == "nsys":
             torch.cuda.profiler.start()
+            # Set for all timers of the process, so that their phases are named in the profile.
             PhaseTimer.mark = torch.cuda.nvtx.range
         else:
             activities = [torch.profiler.ProfilerActivity.CPU]
@@ -112,15 +113,21 @@ class Recording:
         return zlib.compress(",\n".join(lines).encode(), 1)
 
     def _events(self, trace: dict[str, Any]) -> list[dict[str, Any]]:
-        """Change the events of this process's trace, so that those of all processes can be joined.
+        """Change the events of this process, so that they can be joined with those of others.
 
         Times count from `origin_ns`, and process numbers and ids are unique among all processes.
+
+        Args:
+            trace: a trace in the format of Chrome. Its events are changed in place.
+
+        Returns:
+            The events.
         """
         shift_us = (trace["baseTimeNanoseconds"] - self.origin_ns) / 1000
-        pids = {}
+        pids = {}  # numbers in the joint trace, by the numbers that the profiler uses
         events = []
         for event in trace["traceEvents"]:
-            # The profiler's events about itself have a text as process.
+            # Leave out events of the profiler about itself, whose process number is a text.
             if not isinstance(event["pid"], int):
                 continue
             event["pid"] = pids.setdefault(event["pid"], self.number * NUM_PIDS + len(pids))

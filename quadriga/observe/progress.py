@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Progress of long work: a few numbers of each step, beside a bar or as lines in a log.
 
-    step 12/30 ━━━───── reward 0.430  1 214 tok/s  8.1 s/step 2:24 left, ends 14:05 · generating 61/128
+    step 12/30 ━━━───── reward 0.430  1 214 tok/s  8.1 s/step 2:24 left, ends 14:05 · generating
+    61/128
 
 A run logs about a hundred metrics a step. The few that are shown here are its `HEADLINES`; the
 trackers record all of them.
@@ -30,8 +31,8 @@ from rich.text import Text
 
 from quadriga.errors import ConfigError
 
-# Steps whose mean duration predicts the time left: enough of them for a steady prediction, and few
-# enough to follow a change of pace.
+# Number of last steps whose mean duration predicts the time left: large enough for a steady
+# prediction, and small enough to follow a change of pace.
 PACE_STEPS = 10
 # Fields beside the bar on a terminal, which has little room. If a step has none of them, the bar
 # shows all its fields. Lines of a log always have all fields.
@@ -47,7 +48,7 @@ NUM_SUMMARY_STEPS = 5
 COMPONENT_PREFIX = "reward/extra/"
 TOOL_CALLS = "rollout/num_tool_calls"
 """Metric: calls of tools in the conversations of a step."""
-NUM_COMPONENTS = 4  # shown numbers of those that a grader returns beside the score
+NUM_COMPONENTS = 4  # how many of the values that a grader returns beside the score are shown
 
 # Size of the curves in a notebook, and the margins around their axes, in pixels.
 WIDTH = 640
@@ -160,6 +161,7 @@ def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
             continue
         parts = name.removeprefix(VALIDATION_PREFIX).split("/")
         start = max((index for index, part in enumerate(parts) if "@" in part), default=0)
+        # Leave out a name without a statistic, or without a source and a variable before it.
         if start >= 2:
             source = "/".join(parts[: start - 1])
             statistic = "/".join(parts[start:])
@@ -179,6 +181,7 @@ def summary_lines(metrics_of_steps: Mapping[int, Mapping[str, float]]) -> list[s
     lines = []
     for step in shown_steps[-NUM_SUMMARY_STEPS:]:
         lines.append(align_fields({"step": str(step), **fields_of_steps[step]}, widths))
+    # The last step with a validation.
     for step, metrics in reversed([*metrics_of_steps.items()]):
         names = [name for name in metrics if name.startswith(VALIDATION_PREFIXES)]
         if names:
@@ -218,10 +221,10 @@ class Progress(AbstractContextManager["Progress"]):
         self.total = total
         self._description = description
         self.initial = initial
-        self._activity = activity or str
+        self._activity = activity or str  # by default "", the value of str()
         self._clock = clock
-        self._widths: dict[str, int] = {}
-        # The last steps, each with the time at which it was done; before them the start.
+        self._widths: dict[str, int] = {}  # widths of the fields in lines, see `align_fields`
+        # Number of done steps and time after each of the last steps; at first those of the start.
         self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=PACE_STEPS + 1)
         self._bar: RichProgress | None = None
         self._cell = NotebookCell(total, initial) if self._console.is_jupyter else None
@@ -251,7 +254,10 @@ class Progress(AbstractContextManager["Progress"]):
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the end at the current pace; None before the first step."""
+        """Seconds from the end of the last step to the end of the work; None before the first step.
+
+        Predicted from the pace of the steps in `_marks`.
+        """
         first_step, first_s = self._marks[0]
         last_step, last_s = self._marks[-1]
         if last_step == first_step:
@@ -260,6 +266,7 @@ class Progress(AbstractContextManager["Progress"]):
         return max(0.0, (self.total - last_step) * per_step_s) + self._closing_s
 
     def __rich__(self) -> Text:
+        """Text at the end of the bar: the time left, and the current activity."""
         step, marked_s = self._marks[-1]
         if step >= self.total:
             return Text("done", style="green")
@@ -272,7 +279,7 @@ class Progress(AbstractContextManager["Progress"]):
             text = f"{clock_text(remaining_s)} left, {end_text(remaining_s, datetime.now())}"
         activity = self._activity()
         separator = " · " if text and activity else ""
-        # If the terminal is too narrow, this column is cut and no other one.
+        # If the terminal is too narrow, this column is shortened, not the others.
         state = Text(text, style="cyan", no_wrap=True, overflow="ellipsis")
         return state.append(f"{separator}{activity}", style="dim")
 
@@ -280,29 +287,33 @@ class Progress(AbstractContextManager["Progress"]):
         """Begin the first step now, so that the pace does not include a validation before it.
 
         Args:
-            is_repeated: whether the same work follows the last step too. The time left then
-                includes it.
+            is_repeated: whether the work before the first step, such as a validation, follows the
+                last step as well. The time left then includes it.
         """
         now = self._clock()
         if is_repeated:
+            # The time since construction predicts the time after the last step.
             self._closing_s = now - self._marks[0][1]
         self._marks[0] = (self.initial, now)
 
     def update(self, step: int, fields: Fields) -> None:
-        """Show that `step` steps are done, and the numbers of the last one.
+        """Show that `step` steps are done, and the fields of the last one.
 
         Args:
             step: number of steps that are done.
-            fields: text by label, from `step_fields`.
+            fields: fields of the last step, from `step_fields`.
         """
         self._marks.append((step, self._clock()))
         if step >= self.total:
+            # The work after the last step has begun, and is no longer predicted.
             self._closing_s = 0.0
         if len(self._marks) == 3 and self._marks[0][0] == self.initial:
-            # Forget the start: the first step takes longer, for example to compile kernels.
+            # After two steps, the pace is that of the second. The first one takes longer, for
+            # example to compile kernels.
             self._marks.popleft()
         if self._bar is not None and not self._console.is_terminal:
-            # Standard output was redirected since: a log gets lines, and no last state of the bar.
+            # Standard output has been redirected since the start. Print lines from now on, and do
+            # not print the last state of the bar.
             self._bar.live.transient = True
             self._bar.stop()
             self._bar = None
@@ -323,12 +334,14 @@ class Progress(AbstractContextManager["Progress"]):
         while not self._is_closed.wait(wait_s):
             now = self._clock()
             wait_s = self._last_line_s + quiet_s - now
+            # A line was printed meanwhile: wait until `quiet_s` after it.
             if wait_s > 0:
                 continue
             wait_s = quiet_s
             step, marked_s = self._marks[-1]
             since_s = now - marked_s
             parts = [f"after {self._description} {step}/{self.total}: {since_s:.0f} s"]
+            # Leave out an empty activity.
             parts += filter(None, [self._activity()])
             left_s = self.left_s
             if left_s:
@@ -342,7 +355,7 @@ class Progress(AbstractContextManager["Progress"]):
         width = self._console.width
         if width < MEDIUM:
             labels = labels[:1]
-        # Each component of the reward takes about 20 columns.
+        # Number of components of the reward for which there is room: each takes about 20 columns.
         room = max(0, (width - WIDE) // 20)
         components = [label for label in fields if label.startswith("reward.")]
         labels += [label for label in components if label not in labels][:room]
@@ -415,6 +428,7 @@ class Picture:
 
     def _repr_svg_(self) -> str:
         """Draw the curves as SVG; a notebook calls this."""
+        # Ranges of the axes, over all curves.
         points = [point for curve in self.curves.values() for point in curve] or [(0.0, 0.0)]
         steps, values = zip(*points, strict=True)
         first = min(steps)
@@ -423,6 +437,7 @@ class Picture:
         high = max(values)
         right = WIDTH - 12
         bottom = HEIGHT - BELOW
+        # Pixels per unit. A single step or value has a range of 0, for which any scale will do.
         x_scale = (right - LEFT) / ((last - first) or 1)
         y_scale = (bottom - ABOVE) / ((high - low) or 1)
         size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
@@ -443,7 +458,7 @@ class Picture:
                 line.append(f"{x:.1f},{y:.1f}")
             stroke = f'fill="none" stroke="{color}" stroke-width="1.8"'
             parts.append(f'<polyline points="{" ".join(line)}" {stroke}/>')
-            # A dot marks the last point.
+            # A dot marks the last point, whose place is still in x and y.
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"/>')
             place = f'x="{LEFT + 180 * number}" y="14" font-family="sans-serif" font-size="12"'
             parts.append(f'<text {place} fill="{color}">{escape(name)}</text>')
@@ -509,7 +524,7 @@ class NotebookCell:
 
     def update(self, step: int, total: int, fields: Fields) -> None:
         """Show that `step` of `total` steps are done, and the fields of the last one."""
-        # The first field is the reward or the loss.
+        # The first field is the reward or the loss. Its text may have spaces between thousands.
         for label, value in list(fields.items())[:1]:
             self._curves.setdefault(label, []).append((step, float(value.replace(" ", ""))))
         text = escape(GAP.join(f"{label} {value}" for label, value in fields.items()))

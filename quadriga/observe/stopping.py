@@ -29,8 +29,8 @@ STOP_NOTICE = "SIGTERM: the run ends after this step, with a checkpoint if it wr
 # While it is set, the training of this process ends after the current step.
 stop_requested = threading.Event()
 
-# Handlers of SIGTERM: first the one that was there before, then one for each open context. It is a
-# list, because contexts that the garbage collector closes with their trainers end in any order.
+# Handlers of SIGTERM: the original one, then one for each open context. A list, because the garbage
+# collector may close contexts of abandoned trainers in any order. Without a context it is empty.
 _handlers: list[Any] = []
 
 
@@ -42,7 +42,7 @@ def stop_on_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
 
     Args:
         fallback: returns a sentence for the notice that SIGTERM prints: which checkpoint remains if
-            the step takes longer than the grace period, and the process is killed.
+            the step takes longer than the grace period, and the process is killed. By default "".
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -51,10 +51,10 @@ def stop_on_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
     process = os.getpid()
 
     def request(number: int, frame: FrameType | None) -> None:
-        # The second SIGTERM ends the process.
+        # The next SIGTERM has its default effect: it ends the process.
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != process:
-            # A fork of this process, such as a data loader, ends as without this handler.
+            # A fork of this process, such as a data loader, has inherited the handler. It ends now.
             os.kill(os.getpid(), number)
             return
         stop_requested.set()
@@ -70,9 +70,10 @@ def stop_on_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
     finally:
         _handlers.remove(request)
         signal.signal(signal.SIGTERM, _handlers[-1])
+        # Only the original handler is left, and is in effect again.
         if len(_handlers) == 1:
             _handlers.clear()
-        # The request was for this run, even if the context of an abandoned one is still open.
+        # The request was for this run, even if the context of an abandoned run is still open.
         stop_requested.clear()
 
 
@@ -117,9 +118,10 @@ def quiet_interrupt(*, is_reported: bool = False) -> Iterator[None]:
     try:
         yield
     except Interrupted:
-        # A context inside this one has printed the sentence.
+        # A `quiet_interrupt` inside this one has handled the interrupt.
         raise
     except KeyboardInterrupt:
+        # Only an interactive session has a prompt.
         if hasattr(sys, "ps1"):
             raise
         if not is_reported:

@@ -13,7 +13,7 @@ from quadriga.observe.watchdog import NOTICE_S, waiting
 BAR_WIDTH = 32
 # A shorter gap between two parts of a start-up is not shown.
 SHOWN_GAP_S = 0.5
-# Phases of a training step as the live line names them; other phases keep their names.
+# Phases of a training step as the progress display names them; other phases keep their names.
 ACTIVITIES = {
     "step": "",  # between two phases
     "data": "reading prompts",
@@ -38,26 +38,29 @@ class PhaseTimer:
 
     A phase that is entered again adds to its sum; a phase inside itself is counted once. A timer
     belongs to one thread. Other threads (a watchdog, a progress bar) may read `current`.
+
+    Attributes:
+        seconds: seconds of each phase that has ended, by name.
     """
 
-    # Makes a context manager that names its block in the profile of this process. Without a profile
-    # it does nothing.
+    # Returns a context manager that names its block in the profile of this process. While no
+    # profile is recorded, the context manager does nothing.
     mark: ClassVar[Callable[[str], AbstractContextManager[Any]]] = nullcontext
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._open: list[str] = []
+        self._open: list[str] = []  # open phases, the innermost last
         self.seconds: dict[str, float] = {}
 
     @property
     def current(self) -> str:
         """Name of the innermost open phase, or an empty string outside of all phases."""
-        # A slice of the list cannot fail if the timer's thread closes the phase at this moment.
+        # Unlike an index, a slice cannot fail if the timer's thread closes the phase meanwhile.
         return "".join(self._open[-1:])
 
     @property
     def activity(self) -> str:
-        """The innermost open phase in words, with the number of ended responses if it has one."""
+        """The innermost open phase in words; for a phase in `COUNTED` with the ended responses."""
         phase = self.current
         text = ACTIVITIES.get(phase, phase)
         if phase in COUNTED and Tally.current is not None:
@@ -96,7 +99,7 @@ class Tally:
         self.num_ended = 0
 
     def __str__(self) -> str:
-        # A count of 0 may mean that the engines are in other processes, so it is not shown.
+        # A count of 0 is not shown: engines in other processes add nothing.
         return f" {self.num_ended}/{self.total}" if self.num_ended else ""
 
     @classmethod
@@ -150,11 +153,12 @@ class Timeline:
     ) -> None:
         self._title = title
         self._clock = clock
+        # Time by `clock` at which the start-up began.
         self._origin = clock()
         if begun_s is not None:
             self._origin -= max(0.0, time.time() - begun_s)
         self._parts: list[_StartupPart] = []
-        self._open = threading.local()
+        self._open = threading.local()  # `depth`: number of open parts of the thread
         self._reports = ExitStack()
 
     def report(self) -> None:
@@ -203,7 +207,7 @@ class Timeline:
             end_s = now_s if part.end_s is None else part.end_s
             total_s = max(total_s, end_s)
             if part.depth == 0:
-                # A long time that belongs to no part gets a row too.
+                # A long time before this part that belongs to no part gets a row, too.
                 if part.start_s - covered_s >= SHOWN_GAP_S:
                     rows.append(("  (other)", covered_s, part.start_s))
                 covered_s = max(covered_s, end_s)
@@ -213,6 +217,7 @@ class Timeline:
         for name, start_s, end_s in rows:
             bar = ""
             if total_s > 0:
+                # First and last column of the bar. A short part has one column.
                 first = min(round(start_s / total_s * BAR_WIDTH), BAR_WIDTH - 1)
                 last = max(round(end_s / total_s * BAR_WIDTH), first + 1)
                 bar = " " * first + "━" * (last - first)

@@ -6,8 +6,8 @@
 
 prints "waiting 30 s for reward of 128 samples: 96 of 128 are graded" after half a minute, and again
 every half minute. A short wait prints nothing. Without a detail the report names the line of code
-that runs. Of nested waits only the innermost that has lasted long enough reports, unless it reports
-less often than those around it.
+that runs. Of nested waits in a thread, only the innermost one that has lasted long enough reports,
+unless it reports less often than the waits around it.
 """
 
 import math
@@ -30,7 +30,7 @@ NOTICE_S = 4.0  # during a start-up and an end, which a person watches
 LAST_REPORT_S = 1.0
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 _LIBRARY_KINDS = ("stdlib", "platstdlib", "purelib", "platlib")
-# The longest first: site-packages lies in the standard library's folder.
+# Folders of libraries, the longest path first: site-packages lies in the standard library's folder.
 LIBRARIES = tuple(
     sorted({sysconfig.get_path(kind) for kind in _LIBRARY_KINDS}, key=len, reverse=True)
 )
@@ -53,15 +53,16 @@ class _WaitingBlock:
         """Print a report, unless the wait has ended or a wait inside it reports.
 
         Args:
-            waits: all open waits of the process, those inside others after them. The caller has
-                acquired `reporting`, which is released here.
+            waits: all open waits of the process, as an ordered set; an inner wait comes after the
+                waits around it. The caller has acquired `reporting`, which is released here.
         """
         try:
             open_waits = list(waits)
             now = time.monotonic()
-            # The detail function may fail after the end of the block.
+            # The block has ended since the report was due. Its detail function may fail now.
             if self not in open_waits:
                 return
+            # Leave the report to a wait inside this one that is long enough itself.
             for inner in open_waits[open_waits.index(self) + 1 :]:
                 reports_as_often = inner.thread == self.thread and inner.period_s <= self.period_s
                 if reports_as_often and now - inner.start >= self.period_s:
@@ -76,7 +77,7 @@ class _WaitingBlock:
             except Exception as error:
                 # The wait matters more than its detail: report it, and why the detail is missing.
                 state = f" (its detail failed: {type(error).__name__}: {error})"
-            # The wait may have ended during the detail function.
+            # Print nothing if the wait has ended during the detail function.
             if self in waits:
                 self.emit(f"waiting {duration} for {self.subject}{state}")
         finally:
@@ -102,8 +103,8 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         """Report each wait that is due, then sleep until the next one is."""
         while True:
-            # While `wakes_at` is infinite, each wait that begins sets `wake`, so none is missed
-            # between the look at the waits and the sleep.
+            # While `wakes_at` is infinite, each wait that begins sets `wake`. So a wait that begins
+            # between the loop below and the sleep ends the sleep.
             self.wake.clear()
             self.wakes_at = math.inf
             now = time.monotonic()
@@ -123,12 +124,13 @@ class _Watch(threading.Thread):
         try:
             report.start()
         except RuntimeError:
-            # The process cannot start threads. In this one a slow detail function delays the
-            # reports of other waits.
+            # The process cannot start more threads. Report in this one, although a slow detail
+            # function then delays the reports of other waits.
             wait.report(self.waits)
 
 
-# The thread of each process, by process number: a fork inherits this table, but no threads.
+# The watch of each process, by process number. A fork inherits this table, but not the thread in
+# it.
 _watches: dict[int, _Watch] = {}
 
 
@@ -174,13 +176,13 @@ def waiting(
         yield
     finally:
         watch.waits.pop(wait, None)
-        # A report in progress is not printed into the output that follows the block.
+        # Wait for a report in progress, so that it is not printed after the block's end.
         if wait.reporting.acquire(timeout=LAST_REPORT_S):
             wait.reporting.release()
 
 
 def watched(items: Iterable[Item], activity: str) -> Iterator[Item]:
-    """Iterate over items, with `waiting(activity)` for each of them."""
+    """Iterate over items, with `waiting(activity)` around the start and each request of an item."""
     end = object()
     with waiting(activity):
         iterator = iter(items)
@@ -195,7 +197,7 @@ def watched(items: Iterable[Item], activity: str) -> Iterator[Item]:
 def place_of(frame: FrameType | None, *, is_users: bool = False) -> str:
     """Name the line that a thread executes, as the end of a message.
 
-    Lines of libraries are skipped: it is the innermost line of Quadriga or of the user.
+    Lines of libraries are skipped, so the line is the innermost one of Quadriga or of the user.
 
     Args:
         frame: the thread's innermost frame. None: the thread has ended.

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from quadriga.protocol.proto import DataProto
 
 ARRAY_TYPES = "_array_types"
-"""Entry of a TensorDict with the dtype and row shape of each array, which it holds as objects."""
+"""Entry of a TensorDict with the dtype and row shape of each array column.
+
+The rows of these columns are objects in the TensorDict, which does not keep dtype and shape.
+"""
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
@@ -41,7 +44,7 @@ def from_tensordict(
     Args:
         tensor_dict: tensors become columns of `batch`, stacks of objects columns of
             `non_tensor_batch`, and single objects entries of `meta_info`.
-        meta_info: further entries, which take precedence.
+        meta_info: further entries, which replace those of the same name.
     """
     tensors = {}
     arrays = {}
@@ -55,7 +58,7 @@ def from_tensordict(
         else:
             tensors[key] = value
 
-    # Restore the dtype and shape of arrays that were converted to objects.
+    # `to_tensordict` stored the dtype and row shape of arrays whose rows it converted to objects.
     for key, (dtype, shape) in facts.pop(ARRAY_TYPES, {}).items():
         if key not in arrays:
             continue  # the column was removed from the TensorDict
@@ -73,7 +76,7 @@ def from_tensordict(
 
 
 def to_tensordict(data: "DataProto") -> TensorDict:
-    """Convert to a single TensorDict.
+    """Convert to a single TensorDict, which `from_tensordict` converts back.
 
     Arrays become stacks of objects, and entries of `meta_info` single objects.
 
@@ -104,7 +107,8 @@ def to_tensordict(data: "DataProto") -> TensorDict:
         else:
             # An empty stack needs its batch size.
             joined.set(key, NonTensorStack(batch_size=[0]))
-        # What `from_tensordict` cannot infer from the objects.
+        # `from_tensordict` makes a 1-D array of objects, and needs dtype and row shape of any
+        # other.
         if array.dtype != object or array.ndim > 1:
             array_types[key] = (array.dtype.str, array.shape[1:])
 
@@ -144,8 +148,8 @@ def get_data_info(data: "DataProto") -> str:
 def print_size(data: "DataProto", prefix: str = "") -> None:
     """Print the memory of tensors and arrays, in MiB.
 
-    Of an object in an array its own size is counted, and of a dictionary the sizes of its values
-    too; entries of other containers are not counted.
+    For an object in an array, the object itself is counted, and for a dictionary also its values.
+    The entries of lists and other containers are not counted.
 
     Args:
         data: the DataProto.
@@ -153,7 +157,7 @@ def print_size(data: "DataProto", prefix: str = "") -> None:
     """
 
     def object_bytes(value: Any) -> int:
-        """Size of an object, with the values of a dictionary."""
+        """Size of an object in bytes; a dictionary is counted with its values."""
         if isinstance(value, torch.Tensor):
             return value.nbytes
         entries = value.values() if isinstance(value, Mapping) else ()
@@ -167,7 +171,7 @@ def print_size(data: "DataProto", prefix: str = "") -> None:
     for array in data.non_tensor_batch.values():
         array_bytes += array.nbytes
         if array.dtype == object:
-            # Rows that share one object, as repeated rows do, are counted once.
+            # An object that several rows share, as repeated rows do, is counted once.
             objects = {id(value): value for value in array.flat}
             array_bytes += sum(map(object_bytes, objects.values()))
     start = f"{prefix}: " if prefix else ""

@@ -11,8 +11,8 @@ The file is a safetensors file, which any reader of that format can open. Its te
 
 Entries may be None, numbers, strings, bytes, dates, lists, tuples, sets, dictionaries, tensors,
 arrays and images, nested in any way. A value that JSON cannot express is a dictionary whose single
-key begins with a $ (`{"$tuple": [1, 2]}`). Objects of any other class are refused, and so are values
-that contain themselves.
+key begins with a $ (`{"$tuple": [1, 2]}`). Objects of any other class are refused, and so are
+values that contain themselves.
 """
 
 import json
@@ -58,7 +58,8 @@ _PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
 # numpy dtypes without objects: bool, int, uint, float, complex, bytes, str, timedelta, datetime.
 _NUMPY_KINDS = "biufcSUmM"
 _COLLECTIONS = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
-# Types that are written as strings: name in the file, function to write, function to read.
+# Types that are written as strings. For each: name in the file, function to write, function to
+# read.
 _TEXT_TYPES: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
     datetime: ("$datetime", datetime.isoformat, datetime.fromisoformat),
     date: ("$date", date.isoformat, date.fromisoformat),
@@ -66,7 +67,7 @@ _TEXT_TYPES: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] 
     Decimal: ("$decimal", str, Decimal),
     complex: ("$complex", repr, complex),
 }
-# By name in the file: functions that rebuild a value from its entries or its string.
+# Functions that rebuild a value from its entries or its string, by name in the file.
 _READ_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "$dict": dict,
     **{name: kind for kind, name in _COLLECTIONS.items()},
@@ -107,7 +108,7 @@ def save_to_disk(data: Any, filepath: str | os.PathLike[str]) -> None:
 
 
 def to_bytes(data: Any) -> bytearray:
-    """Return the content of the file that `save_to_disk` would write; raises as that does."""
+    """Return the content of the file that `save_to_disk` would write; raises the same errors."""
     return bytearray().join(_Writer("to_bytes").parts(data))
 
 
@@ -149,13 +150,13 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
 
         text = _read_bytes(tensors, "layout").decode("utf-8", "surrogatepass")
-        # The hook is called for inner dictionaries first.
+        # The hook rebuilds inner dictionaries before the outer ones that contain them.
         layout = json.loads(text, object_hook=partial(_rebuild, tensors))
         rows, batch, arrays, facts = layout
         return rebuild_proto(cls, rows, batch, dict(arrays), dict(facts))
     except ProtocolError:
         raise
-    # A damaged file may cause any error: a missing name, a wrong shape, a list for a number.
+    # A damaged file may cause any error: a name may be missing, or a value have another type.
     except Exception as error:
         got = str(error)
         if not isinstance(error, OSError):
@@ -169,7 +170,7 @@ class _FileTensor(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: list[int]
-    memory: Any  # its bytes
+    memory: Any  # content of the tensor, as an object of bytes
 
 
 class _Writer:
@@ -181,15 +182,15 @@ class _Writer:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        # Name of the column or entry that is being converted, for errors.
+        # The column or entry that is being converted, for errors.
         self._place = ""
         self._tensors: list[_FileTensor] = []
-        # Values that are tensors in the file, with their form in the layout, by id. Keeping the
-        # value keeps it alive: an id is unique only among living objects.
+        # Values that have been stored, each with the form that refers to it in the layout, by id.
+        # The entry keeps the value alive, because an id is unique only among living objects.
         self._stored_values: dict[int, tuple[Any, Any]] = {}
 
     def parts(self, data: Any) -> list[Any]:
-        """Convert a DataProto; return the blocks of the file in order."""
+        """Convert a DataProto. Return the content of the file as blocks of bytes, in order."""
         try:
             self._add_layout(data)
         except (RecursionError, ValueError) as error:
@@ -197,8 +198,8 @@ class _Writer:
             # Python to convert.
             raise self._refusal(str(error)) from error
 
-        # The format allows no gaps, and a tensor must begin at a multiple of its item size. With the
-        # largest dtypes first, this is always so.
+        # The format allows no gaps, and a tensor must begin at a multiple of its item size. With
+        # the largest dtypes first, this is always so.
         self._tensors.sort(key=lambda tensor: -tensor.dtype.itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt", _VERSION_KEY: _VERSION}}
         end = 0
@@ -217,7 +218,7 @@ class _Writer:
         return [struct.pack("<Q", len(text)), text, *blocks]
 
     def _add_layout(self, data: Any) -> None:
-        """Add the memory of all columns and entries, then the layout."""
+        """Add a tensor for each column or entry that needs memory, then the layout."""
         arrays = []
         for key, array in data.non_tensor_batch.items():
             self._place = f"non_tensor_batch[{key!r}]"
@@ -257,10 +258,11 @@ class _Writer:
 
         are_lists = set(map(type, values)) == {list}
         if are_lists and {int}.issuperset(map(type, chain.from_iterable(values))):
-            # If an integer has more than 64 bits, the lists are converted one by one below.
+            # If an integer does not fit in 64 bits, the lists are converted one by one below.
             with suppress(OverflowError):
                 flat = np.fromiter(chain.from_iterable(values), np.int64)
                 lengths = list(map(len, values))
+                # When read, "$lists" becomes the list of entries of the column.
                 return {"$column": [rows, {"$lists": [self._encode(flat), lengths]}]}
 
         column_place = self._place
@@ -271,12 +273,12 @@ class _Writer:
         return {"$column": [rows, entries]}
 
     def _encode(self, value: Any) -> Any:
-        """Convert a value to types of JSON; memory of tensors and the like is added to the file."""
+        """Convert a value to types of JSON. Tensors, arrays, bytes and images are stored apart."""
         kind = type(value)
         if kind in _PLAIN_TYPES:
             return value
         if kind is list:
-            # A list of numbers or strings may be long, and needs no conversion.
+            # A list of plain values may be long, and is returned as it is.
             if _PLAIN_TYPES.issuperset(map(type, value)):
                 return value
             return list(map(self._encode, value))
@@ -324,8 +326,8 @@ class _Writer:
         if kind is bytes:
             self._add(name, value)
             return {"$bytes": name}
-        # An image with a palette is refused, because its bytes do not include that. The default
-        # `self` refuses objects of PIL that have no such attribute and are no images.
+        # An image with a palette is refused, because its bytes do not include the palette. Objects
+        # of PIL without the attribute are no images; for them the default `self` is not None.
         if kind.__module__.startswith("PIL.") and getattr(value, "palette", self) is None:
             self._add(name, value.tobytes())
             return {"$image": [name, value.mode, list(value.size), self._encode(value.info)]}
@@ -338,13 +340,24 @@ class _Writer:
         dtype: torch.dtype = torch.uint8,
         shape: list[int] | None = None,
     ) -> None:
-        """Add a tensor to the file: by default one of bytes."""
+        """Add a tensor to the file.
+
+        Args:
+            name: name of the tensor in the file.
+            memory: content of the tensor, as an object of bytes.
+            dtype: dtype of the tensor; by default that of bytes.
+            shape: shape of the tensor; None: one dimension of bytes.
+        """
         if shape is None:
             shape = [len(memory)]
         self._tensors.append(_FileTensor(name, dtype, shape, memory))
 
     def _refusal(self, got: str) -> ProtocolError:
-        """Make the error for a value that a file cannot hold."""
+        """Make the error for a value that a file cannot hold.
+
+        Args:
+            got: description of the value, or of the problem.
+        """
         return ProtocolError(
             f"{self._where}: {self._place}",
             got=got,
@@ -359,7 +372,11 @@ def _rebuild(tensors: dict[str, torch.Tensor], value: dict[str, Any]) -> Any:
 
     Args:
         tensors: the tensors of the file by name.
-        value: the dictionary. If it has another form, it is returned as it is.
+        value: a dictionary of the layout, with its entries rebuilt. Without a single key that
+            begins with a $, it is a dictionary of the user, and is returned as it is.
+
+    Raises:
+        ValueError: the type is unknown.
     """
     name = next(iter(value), "")
     if len(value) != 1 or not name.startswith("$"):
@@ -370,24 +387,24 @@ def _rebuild(tensors: dict[str, torch.Tensor], value: dict[str, Any]) -> Any:
     if name == "$bytes":
         return _read_bytes(tensors, form)
     if name == "$tensor":
-        part, dtype_name, shape = form
-        tensor = tensors[part]
+        tensor_name, dtype_name, shape = form
+        tensor = tensors[tensor_name]
         dtype = getattr(torch, dtype_name)
         if tensor.dtype != dtype:
-            # Bytes may begin at any address, but a copy is aligned for any dtype.
+            # A tensor stored as bytes. They may begin at any address; a copy is aligned.
             tensor = tensor.clone().view(dtype)
         return tensor.view(shape)
     if name == "$image":
         from PIL import Image
 
-        part, mode, size, info = form
-        image = Image.frombytes(mode, tuple(size), _read_bytes(tensors, part))
+        tensor_name, mode, size, info = form
+        image = Image.frombytes(mode, tuple(size), _read_bytes(tensors, tensor_name))
         image.info = info
         return image
     if name == "$array":
-        part, dtype, shape = form
-        # A copy, because the bytes are read-only.
-        return np.frombuffer(_read_bytes(tensors, part), dtype).reshape(shape).copy()
+        tensor_name, dtype, shape = form
+        # A copy, because an array over bytes is read-only.
+        return np.frombuffer(_read_bytes(tensors, tensor_name), dtype).reshape(shape).copy()
     if name == "$scalar":
         dtype, digits = form
         return np.frombuffer(bytes.fromhex(digits), dtype)[0]
@@ -396,7 +413,7 @@ def _rebuild(tensors: dict[str, torch.Tensor], value: dict[str, Any]) -> Any:
         return object_array(entries)[np.array(rows, np.int64)]
     if name == "$lists":
         flat, lengths = form
-        # The last part is empty: it is what follows the last list.
+        # The part behind the last list is empty, and dropped.
         parts = np.split(flat, np.cumsum(lengths))[:-1]
         return [part.tolist() for part in parts]
     if name == "$objects":

@@ -18,8 +18,9 @@ class Field:
 
     Attributes:
         name: name of the column.
-        shape: its shape, in the letters of the legend.
-        dtype: its dtype in torch; or "object", followed by what the array holds.
+        shape: shape of the column, in the letters of the legend.
+        dtype: dtype of a tensor column; for other columns "object", followed by what the array
+            holds.
         written_by: packages of quadriga that write the column.
         read_by: packages of quadriga that read the column.
         unit: meaning of a value.
@@ -34,7 +35,7 @@ class Field:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether the column is in `batch`."""
+        """Whether the column is a tensor in `batch`, and not an array in `non_tensor_batch`."""
         return not self.dtype.startswith("object")
 
 
@@ -56,4 +57,4 @@ _FROM_DATA_FILES = {
 }
 
 RESERVED = FIELDS.keys() - _FROM_DATA_FILES
-"""Columns that only the training loop and the data set write; no data file may have them."""
+"""Columns that only the training loop and the data set write. No data file may have them."""

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of columns: bytes without a copy, large blocks in huge pages, and lent memory.
+"""Memory of columns: bytes without a copy, large blocks in huge pages, lent memory, and slots.
 
 A transport may hand out tensors over memory that the receiver must not keep, such as read-only
 shared memory. Such tensors are *lent*. A concatenation always copies them, even where it would
 otherwise return its input, and reports the copy (`copy_into`), so that the transport can release
 the pages at once.
+
+A copy of a rank's training state is in memory with two *slots*: one for even steps and one for odd
+ones, so that the last complete copy remains while the next one is written.
 """
 
 import ctypes
@@ -22,11 +25,11 @@ HUGE_PAGES_FROM_BYTES = 4 << 20
 PAGE_BYTES = 4096
 MADV_HUGEPAGE = 14
 SLOT_HEADER_BYTES = 64
-"""Bytes before the content of a slot: its step (0 while it is written) and a checksum, the sum of
-the content, each as int64."""
+"""Bytes of a slot before its content. They begin with two int64 numbers: the step, which is 0 while
+the slot is written; and a checksum, the sum of the content as int64 words."""
 
 _madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
-# Lent tensors (never views) with the function to call after a copy.
+# For each lent tensor (never a view), the function to call after a copy, or None.
 _lent: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -38,7 +41,7 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
         num_bytes: length of the range.
         advice: value for `madvise`, such as MADV_HUGEPAGE.
     """
-    # Rounded up to the first page that begins in the range, and down to the last one that ends there.
+    # Round inwards: from the first page that begins in the range to the last one that ends in it.
     start = -(-address // PAGE_BYTES) * PAGE_BYTES
     end = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES
     size = end - start
@@ -61,14 +64,14 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """Bytes of a contiguous tensor on the CPU, without a copy."""
     if tensor.numel() == 0:
         return np.empty(0, dtype=np.uint8)
-    # A contiguous tensor may have any stride in a dimension of size 1, which `view` would refuse.
+    # In a dimension of size 1, a contiguous tensor may have any stride, which `view` would refuse.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     # Not `Tensor.numpy`, which would mark the storage as shared with numpy.
     return np.from_dlpack(flat.view(torch.uint8))
 
 
 def images_key(inputs: Mapping[str, torch.Tensor]) -> str:
-    """Hash of a prompt's images, which are tensors by name: of their layouts and values."""
+    """Hash of a prompt's images, from the names, layouts and values of their tensors."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(inputs):
         tensor = inputs[name].detach().cpu().contiguous()
@@ -79,10 +82,16 @@ def images_key(inputs: Mapping[str, torch.Tensor]) -> str:
 
 
 def tensor_over(memory: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Make a contiguous tensor over bytes (uint8, contiguous), without a copy."""
+    """Make a contiguous tensor over bytes, without a copy.
+
+    Args:
+        memory: contiguous uint8; at most `dtype.itemsize - 1` bytes of padding at the end.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+    """
     if 0 in shape:
         return torch.empty(tuple(shape), dtype=dtype)
-    # The memory may have padding after the last number.
+    # Leave out the padding after the last number.
     num_bytes = len(memory) // dtype.itemsize * dtype.itemsize
     flat = torch.from_numpy(memory[:num_bytes]).view(dtype)
     return flat.view(tuple(shape))
@@ -94,7 +103,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def root_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Tensor that `tensor` is a view of; itself if it is no view."""
+    """The tensor whose memory `tensor` is a view of; `tensor` itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -103,7 +112,8 @@ def lend(tensor: torch.Tensor, when_copied: Callable[[], None] | None = None) ->
 
     Args:
         tensor: the tensor.
-        when_copied: called whenever `copy_into` has copied the tensor or a view of it.
+        when_copied: called whenever `copy_into` has copied the tensor or a view of it. None:
+            nothing is called.
 
     Returns:
         The tensor.
@@ -114,6 +124,7 @@ def lend(tensor: torch.Tensor, when_copied: Callable[[], None] | None = None) ->
 
 def is_lent(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor is lent, so that it must be copied before it is kept."""
+    # Usually nothing is lent, and `bool(_lent)` is quicker than a look-up.
     return bool(_lent) and root_of(tensor) in _lent
 
 
@@ -126,14 +137,27 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def slot_of(memory: Any, step: int) -> Any:
-    """Slot of a step: one half of the memory, an array of bytes, is for even steps, one for odd."""
+    """The slot of a step.
+
+    Args:
+        memory: bytes of both slots, as an array, a tensor or a memoryview. The first half is the
+            slot of even steps, the second half that of odd steps.
+        step: the step.
+
+    Returns:
+        A view of one half of the memory.
+    """
     half = len(memory) // 2
     start = step % 2 * half
     return memory[start:][:half]
 
 
 def whole_steps(memory: np.ndarray) -> list[int]:
-    """Steps whose slots were written completely, according to the checksums in their headers."""
+    """Steps whose slots were written completely, according to the headers: none, one or two.
+
+    Args:
+        memory: [bytes] uint8 of both slots.
+    """
     slots = memory.reshape(2, -1).view(np.int64)
     header_size = SLOT_HEADER_BYTES // slots.itemsize
     steps = []
@@ -145,8 +169,8 @@ def whole_steps(memory: np.ndarray) -> list[int]:
     return steps
 
 
-# torch warns once per process when a tensor is made over read-only memory. That is no fault here,
-# where such tensors are copied or lent, so the warning is triggered and dropped now.
+# torch warns when the first tensor of a process is made over read-only memory. Here such tensors
+# are copied or lent, so the warning does not apply: trigger it now, and drop it.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))

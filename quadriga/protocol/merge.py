@@ -78,15 +78,18 @@ def unequal(left: Any, right: Any) -> Any:
 
 
 def _is_container(value: Any) -> bool:
-    """Whether a value is compared by its entries, or an object by its attributes."""
+    """Whether a value is compared by its entries (a container) or its attributes (an object).
+
+    Any other value is compared by `==`.
+    """
     if isinstance(value, np.ndarray):
         return value.dtype == object
     if isinstance(value, (Mapping, list, tuple)):
         return True
-    # `==` would compare objects without a comparison of their own by identity, and fail for tensors
-    # in dataclasses.
-    has_plain_equality = type(value).__eq__ is object.__eq__
-    if not has_plain_equality and not hasattr(type(value), "__dataclass_fields__"):
+    # `==` is right for objects whose class defines it, except dataclasses, in which it would fail
+    # for tensors. Other objects it would only compare by identity.
+    compares_identity = type(value).__eq__ is object.__eq__
+    if not compares_identity and not hasattr(type(value), "__dataclass_fields__"):
         return False
     return hasattr(value, "__dict__") and not callable(value)
 
@@ -107,7 +110,7 @@ def _pair_entries(left: Any, right: Any) -> list[tuple[Any, Any]] | None:
             return None
         return list(zip(left.flat, right.flat, strict=True))
     if isinstance(left, (list, tuple)):
-        # Long lists, such as token ids, are compared by Python at once.
+        # A long list of plain values, such as token ids, is compared by a single `==`.
         if _PLAIN_TYPES.issuperset(map(type, left)) and left == right:
             return []
         if not isinstance(right, (list, tuple)) or len(left) != len(right):
@@ -123,7 +126,12 @@ def _pair_entries(left: Any, right: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _conflict(name: str, got: str) -> ProtocolError:
-    """Make the error for an entry that differs between the sides of a union."""
+    """Make the error for an entry that differs between the sides of a union.
+
+    Args:
+        name: the entry, such as "column 'advantages'".
+        got: what differs.
+    """
     return ProtocolError(
         f"union: {name}: got {got}, expected equal entries on both sides",
         fix="Remove one with pop, or rename it.",
@@ -131,7 +139,13 @@ def _conflict(name: str, got: str) -> ProtocolError:
 
 
 def _check_same_tensor(name: str, left: Any, right: Any) -> None:
-    """Raise a ProtocolError unless two columns of tensors, which may be nested, are equal."""
+    """Raise a ProtocolError unless two tensors or nested columns are equal.
+
+    Args:
+        name: the column, for the error.
+        left: a tensor or a TensorDict.
+        right: a tensor or a TensorDict.
+    """
     if isinstance(left, TensorDict) and isinstance(right, TensorDict):
         for key in left.keys() & right.keys():
             _check_same_tensor(f"{name}[{key!r}]", left[key], right[key])
@@ -156,8 +170,8 @@ def union_tensor_dict(left: TensorDict, right: TensorDict) -> TensorDict:
     """Add the columns of `right` to `left` in place, and return `left`.
 
     Raises:
-        ProtocolError: the batch sizes differ, or a column of both is not equal. `left` is not
-            changed then.
+        ProtocolError: the batch sizes differ, or a column that both have is not equal in them.
+            `left` is not changed then.
     """
     if left.batch_size != right.batch_size:
         sizes = f"{tuple(left.batch_size)} and {tuple(right.batch_size)}"
@@ -178,8 +192,8 @@ def union_numpy_dict(
     """Add the arrays of `right` to `left` in place, and return `left`.
 
     Raises:
-        ProtocolError: an array of both is not equal; rows are compared with `deep_equal`. `left`
-            is not changed then.
+        ProtocolError: an array that both have is not equal in them; rows are compared with
+            `deep_equal`. `left` is not changed then.
     """
     # Check all columns before adding any.
     for key, right_array in right.items():
@@ -197,6 +211,7 @@ def _check_same_array(name: str, left: np.ndarray, right: np.ndarray) -> None:
     hold_objects = left.dtype == object or right.dtype == object
     if not hold_objects and not np.any(unequal(left, right)):
         return
+    # Find the first row that differs. Arrays of objects may have none.
     for row in range(len(left)):
         if not deep_equal(left[row], right[row]):
             raise _conflict(name, f"values that differ, the first in row {row}")
@@ -205,9 +220,10 @@ def _check_same_array(name: str, left: np.ndarray, right: np.ndarray) -> None:
 def union_meta_info(left: dict[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
     """Add the entries of `right` to `left` in place, and return `left`.
 
+    The dictionaries `metrics` of both are merged entry by entry, in the same way.
+
     Raises:
-        ProtocolError: an entry of both is not equal. `metrics` is merged entry by entry in the same
-            way.
+        ProtocolError: an entry that both have is not equal in them.
     """
     for key, value in right.items():
         if key not in left:
@@ -251,9 +267,9 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         part_metrics = part.get(METRICS) or {}
         if not isinstance(part_metrics, list):
             part_metrics = [part_metrics]
-        # A part that was itself merged has lists already.
         for entries in part_metrics:
             for name, value in entries.items():
+                # In a part that is itself a result of merging, each metric is a list.
                 values = value if isinstance(value, list) else [value]
                 metrics.setdefault(name, []).extend(values)
     if METRICS in merged:
@@ -266,7 +282,7 @@ def _check_same_keys(kind: str, parts: Sequence[Any]) -> None:
 
     Args:
         kind: "batch" or "non_tensor_batch", for the error.
-        parts: columns by name.
+        parts: for each part, its columns by name.
     """
     first_keys = set(parts[0].keys())
     for number, part in enumerate(parts):
@@ -290,6 +306,7 @@ def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
     if len(parts) == 1:
         values = parts[0].values(include_nested=True, leaves_only=True)
         if not any(map(is_lent, values)):
+            # `copy` of a TensorDict copies no tensors.
             return parts[0].copy()
 
     _check_same_keys("batch", parts)
@@ -323,7 +340,8 @@ def _concat_column(key: str, values: list[torch.Tensor], num_rows: int) -> torch
                 fix="Pad the parts to one length first.",
             )
 
-    # `torch.cat` uses no huge pages, and does not notify the lender of a lent tensor.
+    # `torch.cat` uses no huge pages, and does not notify the lender of a lent tensor. It is needed
+    # on other devices and for gradients.
     is_plain = all(value.device.type == "cpu" and not value.requires_grad for value in values)
     is_large = sum(value.nbytes for value in values) >= HUGE_PAGES_FROM_BYTES
     if not is_plain or not (is_large or any(map(is_lent, values))):

@@ -15,6 +15,7 @@ from quadriga.errors import ProtocolError
 from quadriga.protocol.proto import DataProto, map_rows
 
 Resolve = Callable[[Sequence[Any]], list[Any]]
+"""Waits for handles of outputs, and returns the outputs in the same order."""
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -44,7 +45,11 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Drop the last `pad_size` rows; the others are views."""
+    """Drop the last `pad_size` rows; the others are views.
+
+    Raises:
+        ProtocolError: `pad_size` is negative, or above the number of rows.
+    """
     num_rows = len(data)
     if not 0 <= pad_size <= num_rows:
         raise ProtocolError(
@@ -74,7 +79,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Merge the first `batch_dims` dimensions of every column; inverse of `fold_batch_dim`.
+    """Merge the first `batch_dims` dimensions of every column; the inverse of `fold_batch_dim`.
 
     Raises:
         ProtocolError: the columns differ in these dimensions, or do not have as many.
@@ -82,7 +87,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     columns: list[Any] = list(data.non_tensor_batch.values())
     if data.batch is not None:
         columns += data.batch.values()
-    # A single shape, if all columns have the same leading dimensions.
+    # Leading dimensions of the columns, which must be a single shape.
     shapes = {tuple(column.shape[:batch_dims]) for column in columns}
     if batch_dims < 1 or len(shapes) > 1 or any(len(shape) < batch_dims for shape in shapes):
         raise ProtocolError(
@@ -90,7 +95,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
             got=f"leading shapes {sorted(shapes)}",
             expected=f"the same first {batch_dims} dimensions in every column",
         )
-    # Without columns there is no shape, and no row.
+    # Without columns, `shapes` is empty and the number of rows is 0.
     shape = next(iter(shapes), (len(data),))
     num_rows = torch.Size(shape).numel()
     return _with_leading_dims(data, batch_dims, (num_rows,))
@@ -110,18 +115,19 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     """Replace the rows of `data` by those of all ranks, in rank order, in place.
 
     Every rank of the group must call it. The ranks may have different numbers of rows, zero
-    included, but must have the same columns. `meta_info` stays that of the caller.
+    included, but must have the same columns. `meta_info` is not gathered, and stays as it is.
 
     Args:
         data: the rows of this rank; gets those of all ranks.
         process_group: ranks to gather from; None means all ranks.
 
     Raises:
-        ProtocolError: on every rank, if the ranks' columns differ in name, shape or dtype.
+        ProtocolError: the ranks' columns differ in name, row shape or dtype. Every rank raises it.
     """
     parts: list[Any] = [None] * dist.get_world_size(process_group)
-    own_part = DataProto(data.batch, data.non_tensor_batch)
-    dist.all_gather_object(parts, own_part, group=process_group)
+    # Without `meta_info`, which ranks may have differently.
+    local_part = DataProto(data.batch, data.non_tensor_batch)
+    dist.all_gather_object(parts, local_part, group=process_group)
 
     # Every rank compares the columns of all ranks, so that all of them raise or none does.
     layouts = [_column_layout(part) for part in parts]
@@ -157,7 +163,11 @@ def _column_layout(data: DataProto) -> tuple[dict[Any, Any], list[str]]:
 
 
 def resolve_results(futures: Sequence[Any]) -> list[Any]:
-    """Wait for handles: futures, or objects with a method `future()`, such as Ray's references."""
+    """Wait for handles, and return their outputs.
+
+    Args:
+        futures: futures, or objects with a method `future()`, such as Ray's references.
+    """
     results = []
     for future in futures:
         if not hasattr(future, "result"):
@@ -174,9 +184,9 @@ def get_all(futures: "Sequence[DataProtoFuture]") -> list[Any]:
     """
     if not futures:
         return []
-    # A single `resolve` waits for all handles. That of a future with `rows_of` may return lent rows,
-    # because its `get` copies them. One without `rows_of` does not, so its `resolve` is right for
-    # all.
+    # One call of `resolve` waits for the handles of all futures. The `resolve` of a future with
+    # `rows_of` may return lent rows, because its `get` concatenates, which copies them. A future
+    # without `rows_of` may keep its outputs, so its `resolve` lends none and suits all futures.
     never_lends = next((future for future in futures if future.rows_of is None), futures[0])
     handles = [handle for future in futures for handle in future.futures]
     outputs = iter(never_lends.resolve(handles))
@@ -184,6 +194,7 @@ def get_all(futures: "Sequence[DataProtoFuture]") -> list[Any]:
     values = []
     for future in futures:
         outputs_of_future = list(islice(outputs, len(future.futures)))
+        # The outputs take the place of the handles, so there is nothing to wait for.
         resolved = replace(future, futures=outputs_of_future, resolve=list)
         values.append(resolved.get())
     return values
@@ -202,13 +213,15 @@ class DataProtoFuture:
     Attributes:
         collect_fn: makes a single value of the list of outputs.
         futures: a handle for each worker that was called.
-        dispatch_fn: applied to the collected value.
-        resolve: waits for the handles and returns their values.
-        rows_of: numbers of the outputs whose rows `collect_fn` concatenates, in order, so that a
-            chunk can be taken without copying the other rows. None: `collect_fn` does something
-            else.
-        chunks: the chunk to return, as pairs of number and count: a chunk of all rows, then a chunk
-            of that chunk, and so on. Empty: the whole value.
+        dispatch_fn: applied to the collected value, before chunks are taken. None: nothing is
+            applied.
+        resolve: waits for the handles and returns the outputs.
+        rows_of: which outputs `collect_fn` concatenates, as their numbers in the list, in order. A
+            chunk can then be taken without copying the other rows. None: `collect_fn` does
+            something else.
+        chunks: the chunk to return, as pairs (number of the chunk, number of chunks): the first
+            pair divides all rows, the next one the chunk that the first has taken, and so on.
+            Empty: the whole value.
     """
 
     collect_fn: Callable[[list[Any]], Any]
@@ -255,9 +268,9 @@ class DataProtoFuture:
         """Concatenate only the rows of this future's chunk.
 
         Args:
-            parts: the outputs whose rows are concatenated, in order.
+            parts: the outputs whose rows `collect_fn` would concatenate, in order.
         """
-        # Row numbers of the chunk, which are consecutive.
+        # Divide the row numbers as `DataProto.chunk` divides rows. They stay consecutive.
         rows = np.arange(sum(map(len, parts)))
         for number, count in self.chunks:
             rows = np.array_split(rows, count)[number]

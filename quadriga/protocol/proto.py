@@ -80,7 +80,8 @@ def check_batch(batch: TensorDict) -> int:
         The number of rows.
 
     Raises:
-        ProtocolError: it has other dimensions, or a column that is no dense tensor.
+        ProtocolError: the batch does not have exactly one batch dimension, or a column is no dense
+            tensor.
     """
     if len(batch.batch_size) != 1:
         size = tuple(batch.batch_size)
@@ -90,7 +91,7 @@ def check_batch(batch: TensorDict) -> int:
             fix="Build it with batch_size=[number of rows], or fold the others with "
             "fold_batch_dim.",
         )
-    # A stack of TensorDicts, for nested ones.
+    # The batch and its nested TensorDicts.
     unchecked = [batch]
     while unchecked:
         for key, value in unchecked.pop().items():
@@ -128,7 +129,16 @@ def check_names(where: str, names: Iterable[str], present: Iterable[str]) -> Non
 def take_entries(
     where: str, entries: Mapping[str, Any], names: Iterable[str] | None
 ) -> dict[str, Any]:
-    """Take entries of a container by name. None takes all; see `check_names`."""
+    """Take entries of a container by name.
+
+    Args:
+        where: the container, for the error.
+        entries: the container.
+        names: names of the entries to take. None: all.
+
+    Raises:
+        ProtocolError: a name does not exist.
+    """
     if names is None:
         return dict(entries)
     check_names(where, names, entries)
@@ -170,12 +180,12 @@ class DataProto:
 
     def __post_init__(self) -> None:
         """Check that every column has one entry per row."""
-        # None is accepted for both dictionaries.
+        # Callers may pass None for either dictionary.
         if self.non_tensor_batch is None:
             self.non_tensor_batch = {}
         if self.meta_info is None:
             self.meta_info = {}
-        # The batch decides on the number of rows; without one, the first array.
+        # The number of rows is that of the batch; without a batch, that of the first array.
         num_rows = None
         if self.batch is not None:
             num_rows = check_batch(self.batch)
@@ -227,7 +237,8 @@ class DataProto:
             The DataProto; it shares memory with `data`.
 
         Raises:
-            ProtocolError: a value is of another type, or the columns differ in their length.
+            ProtocolError: a value is no tensor or numpy array, or the columns differ in their
+                length.
         """
         tensors = {}
         arrays = {}
@@ -374,7 +385,7 @@ class DataProto:
             rows = idxs.detach().cpu()
         else:
             array = np.asarray(idxs)
-            # An empty list has no dtype of its own; numpy makes it a float array.
+            # numpy makes a float array of an empty list, which would be refused below.
             rows = torch.from_numpy(array.astype(np.int64) if array.size == 0 else array)
 
         if rows.dim() != 1 or rows.is_floating_point() or rows.is_complex():
@@ -449,7 +460,7 @@ class DataProto:
         if chunks < 1:
             raise ProtocolError(f"DataProto.chunk: got {chunks} chunks, expected at least 1")
         size, num_larger = divmod(len(self), chunks)
-        # The first `num_larger` parts have one row more.
+        # The first `num_larger` parts have one row more. The last entry is the number of rows.
         starts = [part * size + min(part, num_larger) for part in range(chunks + 1)]
         return [self.slice(start, end) for start, end in pairwise(starts)]
 
@@ -466,9 +477,10 @@ class DataProto:
     def concat(data: "Sequence[DataProto]") -> "DataProto":
         """Concatenate the rows of all parts.
 
-        A part without rows only adds its `meta_info`, so ranks without work need no columns.
+        A part without rows contributes only its `meta_info`, so ranks without work need no columns.
         `meta_info["metrics"]` becomes name -> list of the parts' values; any other entry must be
-        equal in all parts that have it. A single part is not copied.
+        equal in all parts that have it. If only one part has rows, its columns are not copied,
+        unless they are lent.
 
         Raises:
             ProtocolError: there is no part, or the parts differ in their columns or entries.
@@ -491,7 +503,7 @@ class DataProto:
         return DataProto(batch, arrays, meta_info)
 
     def is_padding_enabled(self) -> bool:
-        """Whether `auto_padding=True` requests chunks of equal size from the dispatch."""
+        """Whether this DataProto was made with `auto_padding=True`: a request to the dispatch."""
         return bool(self.meta_info.get(AUTO_PADDING, False))
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
@@ -576,7 +588,7 @@ class DataProto:
         non_tensor_batch_keys = non_tensor_batch_keys or ()
         meta_info_keys = meta_info_keys or ()
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        # Without tensor columns, `select` leaves a TensorDict that only has a number of rows.
+        # `select` of no tensor columns makes a TensorDict with a number of rows and nothing else.
         if not batch_keys:
             popped.batch = None
         for key in batch_keys:
@@ -598,7 +610,8 @@ class DataProto:
             `self`.
 
         Raises:
-            ProtocolError: a column does not exist, or two columns would have one name.
+            ProtocolError: a column does not exist, two columns would have one name, or there are
+                not as many new names as old ones.
         """
         old_names = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new_names = [new_keys] if isinstance(new_keys, str) else list(new_keys)
@@ -628,8 +641,8 @@ class DataProto:
             `self`.
 
         Raises:
-            ProtocolError: the numbers of rows differ, or an entry of both is not equal (NaN equals
-                NaN); the error names the entry and the first row that differs.
+            ProtocolError: the numbers of rows differ, or an entry that both have is not equal in
+                them (NaN equals NaN); the error names the entry and the first row that differs.
         """
         if len(self) != len(other) and self.has_columns() and other.has_columns():
             raise ProtocolError(
@@ -659,7 +672,7 @@ class DataProto:
                 (B * n_split, W). The other columns are repeated, A A B B.
 
         Returns:
-            The new rows; those of one row follow each other.
+            The new rows. The `n_split` rows made of one row follow each other.
 
         Raises:
             ProtocolError: a column does not exist, or its second dimension is not divisible.
@@ -681,7 +694,7 @@ class DataProto:
                 )
             return column.reshape(shape[0] * n_split, shape[1] // n_split, *shape[2:])
 
-        # The other columns are repeated, and the split ones added to them.
+        # Repeat the other columns, then add the split ones.
         other_columns = self.select()
         other_columns.pop(list(tensor_keys), list(array_keys))
         unfolded = other_columns.repeat(n_split)
@@ -744,7 +757,7 @@ class DataProto:
             )
 
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        # The order that torch's sampler and loader make for a seed must not change.
+        # torch's sampler and loader are used because the order for a given seed must stay the same.
         sampler = RandomSampler(range(num_rows), generator=generator) if num_rows else ()
         loader = DataLoader(
             range(num_rows),
@@ -788,6 +801,7 @@ class DataProto:
         arrays = {}
         for key, array in self.non_tensor_batch.items():
             if array.dtype == object:
+                # Apply `pack` to each entry.
                 array = np.frompyfunc(pack, 1, 1)(array)
             arrays[key] = array
         return wire.rebuild_proto, (type(self), len(self), tensors, arrays, pack(self.meta_info))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wire format: a DataProto as bytes for another process. `disk.py` has the format of files.
 
-The format is pickle protocol 5 with out-of-band buffers (PEP 574). A tensor is pickled as its dtype,
-its shape, and a `pickle.PickleBuffer` over its memory. A transport that takes buffers (Ray, a
-`buffer_callback`) moves the memory as it is; for any other, the bytes are in the stream.
+The format is pickle protocol 5 with out-of-band buffers (PEP 574). A tensor is pickled as its
+dtype, its shape, and a `pickle.PickleBuffer` over its memory. A transport that takes buffers (Ray,
+a `buffer_callback`) moves the memory as it is; for any other, the bytes are in the stream.
 `torch.save` is never called.
 
 Some properties of tensors are lost: they arrive on the CPU, without an autograd graph, and a tensor
@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from quadriga.protocol.memory import bytes_of, copy_of, tensor_over
 
 OUT_OF_BAND_PROTOCOL = 5
+"""First version of the pickle protocol with out-of-band buffers."""
 
 
 class PackedTensor:
@@ -44,7 +45,7 @@ class PackedTensor:
 def unpack_tensor(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
     """Make a tensor over the bytes in a buffer.
 
-    They are copied only if the buffer is read-only, as Ray's shared memory is.
+    The bytes are copied only if the buffer is read-only, as Ray's shared memory is.
 
     Args:
         dtype_name: name of the dtype, such as "float32".
@@ -59,23 +60,24 @@ def unpack_tensor(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch
 def pack(value: Any, memo: dict[int, Any]) -> Any:
     """Replace the tensors in plain dictionaries, lists and tuples by `PackedTensor`.
 
-    A list is searched only if its first entry may hold a tensor. A tensor that is missed is pickled
-    by torch, which is slower but just as exact.
+    A list is searched only if its first entry may hold a tensor, and a tuple only if one of its
+    entries is a tensor. A tensor that is missed is pickled by torch, which is slower but just as
+    exact.
 
     Args:
         value: the value to search.
-        memo: results by id of the value, so that an object which occurs several times, as in
-            repeated rows, stays one object. Pass an empty dictionary for the first value, and the
-            same one for values that may share objects.
+        memo: pairs (result, value) by id of the value, so that an object which occurs several
+            times, as in repeated rows, stays one object. Pass an empty dictionary for the first
+            value, and the same dictionary again for values that may share objects.
 
     Returns:
-        The value with placeholders; the same object if nothing in it is replaced.
+        The value with placeholders. A dictionary, list or tuple that was searched is a new object.
     """
     if id(value) in memo:
         return memo[id(value)][0]
     kind = type(value)
-    # Dictionaries and lists enter the memo before their entries are packed, because they may contain
-    # themselves.
+    # Dictionaries and lists enter the memo before their entries are packed, because they may
+    # contain themselves.
     if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
         packed: Any = PackedTensor(value)
     elif kind is dict:
@@ -103,7 +105,7 @@ def rebuild_proto(
     Args:
         cls: `DataProto`.
         rows: number of rows of the tensor columns.
-        columns: tensors by name, nested ones as dictionaries; None for no `batch`.
+        columns: tensors by name, nested columns as dictionaries; None if there was no `batch`.
         arrays: columns of `non_tensor_batch`.
         meta_info: entries of `meta_info`.
 

@@ -37,7 +37,7 @@ class RecordedStep:
 
     def __init__(self, record: StepRecord, path: Path) -> None:
         self.record = record
-        self._where = str(path)
+        self._where = str(path)  # the place that errors name
         self._rows = record.rows
 
     def batch(
@@ -49,13 +49,13 @@ class RecordedStep:
         with_scores: bool,
         with_routes: bool,
     ) -> DataProto:
-        """Make the rows that the step learned from, in the order of the data.
+        """Make the rows that the step learned from, in the order of the record.
 
         Args:
-            prompts: all prompts that the step took, with `uid`.
+            prompts: all prompts that the step took from the data, with `uid`.
             pad_token_id: token that fills prompts on the left and responses on the right.
-            has_own_prompts: whether agent loops write the prompts, which then differ from those of
-                the data.
+            has_own_prompts: whether agent loops wrote the prompts, which then need not have the
+                tokens of the prompts in the data.
             with_scores: whether to add the recorded scores, so that nothing is graded.
             with_routes: whether to add the recorded choices of experts, which the update repeats.
 
@@ -99,8 +99,8 @@ class RecordedStep:
             if texts:
                 objects[target] = object_array(json.loads(text or "null") for text in texts)
         batch = with_prompt_columns(rows, DataProto.from_dict(tensors, objects))
-        # Added last: with these ids `with_prompt_columns` would expect one prompt for each rollout,
-        # and `rows` has one for each row.
+        # Added after `with_prompt_columns`: with `rollout_id` it would expect one prompt for each
+        # rollout, but `rows` has one prompt for each row.
         batch.non_tensor_batch[ROLLOUT_ID] = object_array(self._values("rollout_id"))
         if with_scores:
             scores = self._pad(self._values("token_scores"), torch.float32)
@@ -115,14 +115,18 @@ class RecordedStep:
         return self._rows.column(name).to_pylist()
 
     def _optional_values(self, name: str) -> list[Any] | None:
-        """Values of a column; None if the run does not have it."""
+        """Values of a column, one for each row; None if the run does not have the column."""
         if name not in self._rows.column_names:
             return None
         column = self._rows.column(name)
+        # A column that the run does not have is null in every row.
         return None if column.null_count == len(column) else column.to_pylist()
 
     def _pad(self, lists: list[Any], dtype: torch.dtype) -> torch.Tensor:
-        """Values of response tokens as [B, T], with 0 on the padding."""
+        """Make [B, T] of a list for each row, with a value for each response token.
+
+        The padding is 0.
+        """
         _, width = self.record.facts["widths"]
         padded = torch.zeros(len(lists), width, dtype=dtype)
         for row, values in enumerate(lists):
@@ -130,7 +134,7 @@ class RecordedStep:
         return padded
 
     def _routes(self) -> list[np.ndarray | None]:
-        """Experts of the tokens of each row, [tokens, L, k]; None for a row without them."""
+        """Experts of the tokens of each row, [tokens, L, k]; None if they are not recorded."""
         shape = self.record.facts.get("route_shape")
         routes = []
         for content in self._values(ROUTES):
@@ -142,11 +146,15 @@ class RecordedStep:
         return routes
 
     def _reward_extra(self) -> np.ndarray:
-        """Values that graders returned beside the score of each row, as far as they are recorded."""
+        """Column `reward_extra`: values that graders returned beside the score of each row.
+
+        Thinning may have removed some of them from the record.
+        """
         extras = []
         columns = [self._values(name) for name in ("score", "reward_error", "reward_parts")]
         for score, error, parts in zip(*columns, strict=True):
             extra = {"reward_error": error or "", **json.loads(parts or "{}")}
+            # A null in the record is a missing score, not a score of 0.
             if score is None:
                 extra[UNSCORED] = True
             extras.append(extra)
@@ -157,8 +165,12 @@ class RecordedStep:
     def _select_prompts(self, prompts: DataProto) -> DataProto:
         """Select the prompt of each recorded row.
 
+        Args:
+            prompts: all prompts that the step takes from the data, with `uid`.
+
         Raises:
-            DataError: a recorded prompt is not among them, or its data row is another one now.
+            DataError: the record has a prompt that is not in `prompts`, or a recorded `uid` stands
+                for another row of the data now.
         """
         places = {str(uid): place for place, uid in enumerate(prompts.non_tensor_batch["uid"])}
         uids = self._values("uid")
@@ -193,7 +205,7 @@ class RecordedStep:
             has_own_prompts: whether the prompts may differ from those of the data.
 
         Raises:
-            DataError: a prompt or an image is not that of the data.
+            DataError: a prompt or an image differs from that in the data.
         """
         input_ids = torch.full((len(rows), width), pad_token_id)
         mask = torch.zeros_like(input_ids)
@@ -206,7 +218,8 @@ class RecordedStep:
         positions = compute_position_id_with_mask(mask)
         if "multi_modal_inputs" in rows.non_tensor_batch:
             self._require_images(rows)
-            # Positions of images follow from their sizes, which the record does not have.
+            # The positions of an image's tokens depend on the size of the image, which is not
+            # recorded. The data set has computed them.
             positions = rows.batch["position_ids"]
         return {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}
 
@@ -224,6 +237,7 @@ class RecordedStep:
         hashes = self._values("image_hash")
         inputs_of_rows = rows.non_tensor_batch["multi_modal_inputs"]
         for row, (recorded_hash, inputs) in enumerate(zip(hashes, inputs_of_rows, strict=True)):
+            # The hash of a row without images is None.
             if recorded_hash != (images_key(inputs) if inputs else None):
                 raise DataError(
                     f"{self._where}, row {row}",
@@ -234,11 +248,17 @@ class RecordedStep:
                 )
 
     def _changed_data_error(self, uid: str, got: str, recorded: str) -> DataError:
-        """Error for a prompt that is not as it was in the run."""
+        """Error for a prompt that is not as it was in the run.
+
+        Args:
+            uid: the prompt.
+            got: what the data have now.
+            recorded: what the record has instead.
+        """
         return DataError(
             f"{self._where}, prompt {uid}",
             got=f"{got} in the data",
             expected=recorded,
-            fix="The data, the tokenizer or the chat template have changed since: put them back, or "
-            "name them with --edit data.train_files=FILE.",
+            fix="The data, the tokenizer or the chat template have changed since the run. Put them "
+            "back, or name the earlier ones with --edit, such as data.train_files=FILE.",
         )

@@ -22,7 +22,7 @@ COMPUTED = {
 """Columns that each replay computes. A replay that grades computes scores too. The other columns
 are copied from the record."""
 _NOT_COMPARED = {"text", "replay", "time"}
-"""Groups of columns that are inputs of a replay, that thinning removes, or that clocks measured."""
+"""Groups of columns: texts, which thinning removes; inputs of a replay; and times."""
 _NOT_COMPARABLE = {"position", "row_index", "rollout_id", "uid", "source_row"}
 """Columns that depend on the number of ranks, or that name a row."""
 _MACHINE_METRICS = ("timing_s/", "timing_per_token_ms/", "perf/", "recovery/", "memory/")
@@ -35,8 +35,9 @@ class Difference:
 
     Attributes:
         row: number of the row in the step; None for a metric.
-        rollout_id: name of the row's rollout.
-        token: number of the token in the response; None for a value of the whole row.
+        rollout_id: name of the row's rollout; "" for a metric.
+        token: number of the token in the response; None for a value of the whole row, and for lists
+            of different lengths.
         recorded: recorded value; None if there is none.
         replayed: value of the replay; None if there is none.
     """
@@ -56,7 +57,8 @@ class Comparison:
         name: name of the column or metric.
         num_values: number of compared values.
         num_different: number of values that are not equal bit for bit.
-        largest: largest `distance` of two values; infinity if a value is missing or a text differs.
+        largest: largest `distance` of two values; infinity if a value is missing, a text differs,
+            or two lists differ in length.
         first: first value that differs; None if all are equal.
     """
 
@@ -80,8 +82,8 @@ def compare_rows(recorded: pa.Table, replayed: pa.Table) -> list[Comparison]:
         replayed: rows of the replay, in the same order.
 
     Returns:
-        A comparison for each column with values in both tables, in the order of the record, and of
-        `RATIO`. Columns that cannot be equal are left out.
+        A comparison for each column with values in both tables, in the order of the record, and at
+        the end one for `RATIO`. Columns that need not be equal are left out.
     """
     comparisons = []
     rollout_ids = recorded.column("rollout_id").to_pylist()
@@ -101,12 +103,12 @@ def compare_rows(recorded: pa.Table, replayed: pa.Table) -> list[Comparison]:
 
 
 def _has_values(table: pa.Table, name: str) -> bool:
-    """Whether a table has a column that is not null in every row."""
+    """Whether a table has a column of this name with a value in at least one row."""
     return name in table.column_names and table.column(name).null_count < len(table)
 
 
 def _ratios(table: pa.Table) -> list[np.ndarray | None]:
-    """`RATIO` of the tokens of each row; None for a row without log-probs of the trainer."""
+    """`RATIO` of the tokens of each row; None for a row without both kinds of log-probs."""
     ratios = []
     sampled_column = table.column("rollout_log_probs").to_pylist()
     for sampled, trained in zip(sampled_column, table.column("log_probs").to_pylist(), strict=True):
@@ -137,7 +139,7 @@ def _compare_values(
         if old is None or new is None or isinstance(old, str):
             # There is nothing to subtract: a value is missing, or it is a text.
             num_values += 1
-            # Not `==` with None: for an array that would be an array.
+            # Two missing values are equal. `==` of None and an array would be an array.
             is_equal = old == new if isinstance(old, str) else old is new
             places = [] if is_equal else [None]
             distances = [math.inf] * len(places)
@@ -158,8 +160,8 @@ def _find_differences(old: Any, new: Any) -> tuple[list[int | None], list[float]
     """Compare two numbers, or two lists of numbers.
 
     Returns:
-        Places in the list of values that differ, and the `distance` of each. The place is None for
-        a number, and for lists of different lengths.
+        Places of the values that differ, and the `distance` of each. A place is a position in the
+        list, or None for a number and for lists of different lengths.
     """
     old_values = np.atleast_1d(np.asarray(old))
     new_values = np.atleast_1d(np.asarray(new))
@@ -171,13 +173,22 @@ def _find_differences(old: Any, new: Any) -> tuple[list[int | None], list[float]
     places: list[int | None] = np.flatnonzero(~is_equal).tolist()
     distances = [distance(float(old_values[place]), float(new_values[place])) for place in places]
     if np.ndim(old) == 0:
-        # A number is not a list of one.
+        # `atleast_1d` made a list of the number, which has no places.
         places = [None] * len(places)
     return places, distances
 
 
 def _value_at(value: Any, place: int | None) -> Any:
-    """Value at a place of `_find_differences`; of a whole list its length, as text."""
+    """The value to show for a difference.
+
+    Args:
+        value: a number, a text, a list or None.
+        place: place from `_find_differences`.
+
+    Returns:
+        The entry of a list at the place; without a place, the value itself, or the length of a list
+        as text.
+    """
     if place is not None:
         return value[place]
     if isinstance(value, list | np.ndarray):
@@ -186,7 +197,10 @@ def _value_at(value: Any, place: int | None) -> Any:
 
 
 def distance(old: float, new: float) -> float:
-    """Difference of two numbers, relative to the larger one if that is above 1."""
+    """Difference of two numbers: relative to the larger one if its absolute value is above 1.
+
+    Infinity if one of them is infinite or NaN.
+    """
     if not (math.isfinite(old) and math.isfinite(new)):
         return math.inf
     return abs(old - new) / max(1.0, abs(old), abs(new))
@@ -202,8 +216,8 @@ def compare_metrics(
         replayed: metrics of the replay.
 
     Returns:
-        A comparison for each metric that both have, and the names of those that only the record
-        has, such as metrics of generation. Times and memory are in neither.
+        A comparison for each metric that both have, and the names of metrics that only the record
+        has, such as those of generation. `_MACHINE_METRICS` are in neither.
     """
     comparisons = []
     recorded_alone = []
@@ -211,7 +225,6 @@ def compare_metrics(
         if name.startswith(_MACHINE_METRICS):
             continue
         new = replayed.get(name)
-        # Nothing is generated again, so metrics of generation are in the record alone.
         if new is None:
             recorded_alone.append(name)
         elif old == new or (math.isnan(old) and math.isnan(new)):

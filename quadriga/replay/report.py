@@ -21,8 +21,11 @@ def describe_replay(replayed: ReplayResult, uid: str = "") -> Iterator[str]:
 
     Args:
         replayed: the result.
-        uid: prompt whose rows are shown, or one of its rollouts. "": changed rows are shown if the
-            step was edited or graded again.
+        uid: `uid` of the prompt whose rows are shown, or `rollout_id` of one of its rollouts. "":
+            changed rows are shown if the step was edited, or if the replay ended with the rewards.
+
+    Yields:
+        Lines of text.
     """
     yield ""
     if uid:
@@ -39,11 +42,13 @@ def describe_replay(replayed: ReplayResult, uid: str = "") -> Iterator[str]:
 
 
 def _describe_columns(replayed: ReplayResult) -> Iterator[str]:
-    """Yield a line or two for each column that was computed or differs."""
+    """Yield a line or two for each column that was computed or differs, then a count of the others.
+
+    The others are copied from the record, and equal.
+    """
     shown_columns = []
     num_equal_inputs = 0
     for entry in replayed.columns:
-        # A column that was copied from the record is worth a line only if it differs.
         if entry.name in COMPUTED or not entry.is_equal:
             shown_columns.append(entry)
         else:
@@ -61,7 +66,7 @@ def _describe_columns(replayed: ReplayResult) -> Iterator[str]:
 
 
 def _describe_difference(first: Difference) -> str:
-    """Place of a difference, with both values."""
+    """Describe the place of a difference, with both values."""
     place = ""
     if first.row is not None:
         place = f"row {first.row} ({first.rollout_id})"
@@ -105,24 +110,27 @@ def _describe_verdict(replayed: ReplayResult) -> str:
         return f"{step}: equal bit for bit"
     if not replayed.obstacle:
         return f"{step}: DIFFERENT"
-    limit = f"by up to {replayed.largest:.3g}; bit for bit is not expected: {replayed.obstacle}"
+    reason = f"not expected to be equal bit for bit: {replayed.obstacle}"
+    largest = f"by up to {replayed.largest:.3g}"
     if not replayed.start.is_first:
-        return f"{step}: differs {limit}, and differences grow with each step from the checkpoint"
+        return (
+            f"{step}: differs {largest}, which grows with each step from the checkpoint; {reason}"
+        )
     if replayed.is_equal:
-        return f"{step}: equal within {TOLERANCE:g}, {limit}"
-    return f"{step}: DIFFERENT {limit}, but at most {TOLERANCE:g} is"
+        return f"{step}: differs {largest}, within {TOLERANCE:g}; {reason}"
+    return f"{step}: DIFFERENT {largest}, above {TOLERANCE:g}; {reason}"
 
 
 # Rows
 
 
 def _row_numbers(table: pa.Table) -> list[tuple[float | None, float | None, float | None]]:
-    """Score, reward and mean advantage of each row; None for what a row does not have."""
+    """Score, reward and mean advantage of each row, in this order. A missing number is None."""
     numbers = []
     for row in table.select(["score", "reward", "response_mask", "advantages"]).to_pylist():
         mean_advantage = None
         if row["advantages"] is not None:
-            # Only tokens that the model generated count.
+            # Only the advantages of tokens that the model generated are averaged.
             pairs = zip(row["advantages"], row["response_mask"], strict=True)
             advantages = [advantage for advantage, is_generated in pairs if is_generated]
             mean_advantage = sum(advantages) / len(advantages) if advantages else 0.0
@@ -158,10 +166,8 @@ def _describe_prompt(replayed: ReplayResult, uid: str) -> Iterator[str]:
 
 
 def _format_rows(replayed: ReplayResult, rows: list[int]) -> Iterator[str]:
-    """Yield lines on some rows, with their numbers and texts.
-
-    A replay that ends with the rewards has no other numbers than scores.
-    """
+    """Yield lines on some rows, with their numbers and texts."""
+    # In the order of `_row_numbers`. A replay that ends with the rewards has only the scores.
     names = ("score", "reward", "advantage")
     if replayed.until == REWARDS:
         names = ("score",)
@@ -172,9 +178,9 @@ def _format_rows(replayed: ReplayResult, rows: list[int]) -> Iterator[str]:
     for row in rows:
         cells = []
         for place in range(len(names)):
-            # A value that did not change is shown once.
-            pair = dict.fromkeys((old_numbers[row][place], new_numbers[row][place]))
-            texts = ["none" if value is None else f"{value:.6g}" for value in pair]
+            # A dictionary, in which a value that did not change stands once.
+            values = dict.fromkeys((old_numbers[row][place], new_numbers[row][place]))
+            texts = ["none" if value is None else f"{value:.6g}" for value in values]
             cells.append(" -> ".join(texts))
         yield f"  {row:>3}  {rollout_ids[row]:<10}  " + "  ".join(f"{cell:<25}" for cell in cells)
         for name, text in _row_texts(replayed, row):
@@ -182,7 +188,11 @@ def _format_rows(replayed: ReplayResult, rows: list[int]) -> Iterator[str]:
 
 
 def _row_texts(replayed: ReplayResult, row: int) -> Iterator[tuple[str, str]]:
-    """End of the prompt, response, and ground truth of a row, each on one line."""
+    """Yield the end of the prompt, the response, and the ground truth of a row.
+
+    Yields:
+        A name, and a text without line breaks.
+    """
     rows = replayed.rows
     texts = []
     for name in ("prompt_ids", "response_ids"):
@@ -194,9 +204,10 @@ def _row_texts(replayed: ReplayResult, row: int) -> Iterator[tuple[str, str]]:
         # The answer of a response usually stands at its end.
         response = f"{response[: _MAX_CHARS // 2]} ... {response[-_MAX_CHARS // 2 :]}"
     yield "response", response
-    truth = json.loads(rows.column("row")[row].as_py() or "{}").get("reward_model")
-    if isinstance(truth, dict) and "ground_truth" in truth:
-        yield "ground truth", _single_line(str(truth["ground_truth"]))[:_MAX_CHARS]
+    # The column `row` has the row of the data as JSON.
+    reward_model = json.loads(rows.column("row")[row].as_py() or "{}").get("reward_model")
+    if isinstance(reward_model, dict) and "ground_truth" in reward_model:
+        yield "ground truth", _single_line(str(reward_model["ground_truth"]))[:_MAX_CHARS]
 
 
 def _single_line(text: str) -> str:

@@ -46,9 +46,9 @@ from quadriga.trainer.settings import RunSettings
 
 MAX_S = 300.0
 """Predicted seconds of a replay above which it must be confirmed."""
-_GRADING = ("custom_reward_function.", "reward_model.")
+_GRADING_PREFIXES = ("custom_reward_function.", "reward_model.")
 """Prefixes of the keys that change rewards."""
-_PROMPTS = frozenset(
+_PROMPT_KEYS = frozenset(
     {
         *("mixture", "mixture_until", "max_prompt_length", "train_batch_size", "gen_batch_size"),
         *("filter_overlong_prompts", "truncation", "streaming", "shuffle", "seed"),
@@ -60,8 +60,9 @@ _EDITABLE = (
     "a key of grading, advantages or the update, such as those of reward_model, "
     "custom_reward_function, algorithm, actor_rollout_ref.actor and critic"
 )
-_REWARD = "custom_reward_function"
-_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+"""Description of the keys that may be edited, for errors."""
+_REWARD_SECTION = "custom_reward_function"
+_LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class ReplayRequest:
             not edited, else the update.
         debugs: whether to start the debugger after the first phase with a difference, or after the
             phase `until` in any case.
-        uid: prompt whose rows are asked for, or one of its rollouts. "": none.
+        uid: `uid` of the prompt whose rows the report shows, or `rollout_id` of one of its
+            rollouts. "": none.
         edits: changes of the replayed step: `reward=FILE`, `loss=NAME` and `key=value`.
         is_confirmed: whether the replay may take longer than `MAX_S`.
     """
@@ -95,9 +97,10 @@ class ReplayResult:
 
     Attributes:
         start: the state that the replay started from.
-        until: phase after which it ended.
+        until: phase after which the replay ended.
         is_edited: whether the step was computed with other settings than the run's.
-        obstacle: why its numbers need not be equal bit for bit; "" if they should be.
+        obstacle: why the numbers need not be equal bit for bit to the recorded ones; "" if they
+            should be.
         recorded: the record of the step.
         rows: rows of the step as replayed, with the columns of the record.
         tokenizer: decodes prompts and responses.
@@ -121,16 +124,16 @@ class ReplayResult:
 
     @property
     def largest(self) -> float:
-        """Largest difference of a column or a metric."""
+        """Largest `distance` in a column or a metric."""
         return max([entry.largest for entry in (*self.columns, *self.metrics)], default=0.0)
 
     @property
     def is_equal(self) -> bool:
         """Whether the replay agrees with the record as well as can be expected.
 
-        Without an obstacle all numbers are equal bit for bit. With one, those of the first step
-        after a checkpoint are equal within `TOLERANCE`. Nothing is expected of later steps with an
-        obstacle, in which differences grow, and of edited steps.
+        Without an obstacle all numbers must be equal bit for bit. With an obstacle, the numbers of
+        the first step after a checkpoint must be equal within `TOLERANCE`; in later steps the
+        differences grow, so any are accepted. An edited step is meant to differ.
         """
         if self.is_edited:
             return True
@@ -156,7 +159,8 @@ def replay(request: ReplayRequest) -> ReplayResult:
 
     # The configuration of the run, and the edited one.
     overrides = _edits_to_overrides(request.edits)
-    # The file of the configuration hides secrets. To give them is no edit.
+    # The run's configuration file does not contain secrets. An override that supplies one is no
+    # edit, and belongs to the run's configuration too.
     secrets = _select_secrets(overrides, start.settings)
     config = load_config(secrets, [start.configuration]).config
     edited = config
@@ -169,10 +173,10 @@ def replay(request: ReplayRequest) -> ReplayResult:
     _require_same_prompts(overrides, config, edited)
     until = request.until or UPDATE
     # Another loss shows only in the update, other edits already in the advantages.
-    changes_loss = any(edit.startswith(f"{_LOSS}=") for edit in edits)
+    changes_loss = any(edit.startswith(f"{_LOSS_KEY}=") for edit in edits)
     if is_edited and not request.until and not changes_loss:
         until = ADVANTAGES
-    changes_grading = any(edit.startswith(_GRADING) for edit in edits)
+    changes_grading = any(edit.startswith(_GRADING_PREFIXES) for edit in edits)
     grades_again = until == REWARDS or changes_grading
     if grades_again:
         _require_grader(edited)
@@ -181,7 +185,7 @@ def replay(request: ReplayRequest) -> ReplayResult:
         print(f"replay: step {start.step} up to its rewards; its recorded responses are graded")
     else:
         _require_confirmation(start, training_ranks(config), is_confirmed=request.is_confirmed)
-    # The settings are those of the run, so only files that they name can have changed.
+    # `config` has the run's settings, so only files that it names can have changed.
     for change in start.settings.changes(RunSettings.of(config)):
         print(f"NOTICE: {change} has changed since the run")
 
@@ -190,8 +194,8 @@ def replay(request: ReplayRequest) -> ReplayResult:
         final = configure_one_process(edited, folder / "replay", start.checkpoint)
         _require_effect(overrides, edited, final)
         if is_edited and not start.is_first and until != REWARDS:
-            # Earlier steps are trained without the edits, and the edited step goes on from their
-            # checkpoint. That takes time, so errors in the edits are looked for first.
+            # Train the earlier steps without the edits, and continue from a checkpoint of the last
+            # of them. This takes long, so errors in the edits are looked for first.
             check_before_start(final, Needs.of(final))
             if grades_again:
                 load_reward_manager(final, build_tokenizer(final)).close()
@@ -228,7 +232,14 @@ def replay(request: ReplayRequest) -> ReplayResult:
 
 
 def _edits_to_overrides(edits: Sequence[str]) -> list[str]:
-    """Translate edits into overrides `key=value` of the configuration."""
+    """Translate edits into overrides `key=value` of the configuration.
+
+    Args:
+        edits: `reward=FILE`, `reward=FILE:FUNCTION`, `loss=NAME` or `key=value`.
+
+    Raises:
+        ConfigError: an edit has no value.
+    """
     overrides = []
     for edit in edits:
         name, separator, value = edit.partition("=")
@@ -240,14 +251,14 @@ def _edits_to_overrides(edits: Sequence[str]) -> list[str]:
                 fix="`quadriga config keys WORDS` lists keys.",
             )
         if name == "reward":
-            # Without a name the function is `compute_score`, as in custom_reward_function.
+            # The value is FILE:FUNCTION, or FILE for the section's default, `compute_score`.
             path, colon, function = value.rpartition(":")
             if not colon:
                 path = value
                 function = "compute_score"
-            overrides += [f"{_REWARD}.path={path}", f"{_REWARD}.name={function}"]
+            overrides += [f"{_REWARD_SECTION}.path={path}", f"{_REWARD_SECTION}.name={function}"]
         elif name == "loss":
-            overrides.append(f"{_LOSS}={value}")
+            overrides.append(f"{_LOSS_KEY}={value}")
         else:
             overrides.append(edit)
     return overrides
@@ -280,23 +291,30 @@ def uid_of(recorded: pa.Table, name: str) -> str:
 
 
 def _require_grader(config: Config) -> None:
-    """Refuse to grade responses again if an environment gave their scores."""
-    has_function = config.custom_reward_function.path is not None or config.reward_model.enable
-    if config.env.name is not None and not has_function:
+    """Refuse to grade responses again if only the environment can give scores."""
+    has_grader = config.custom_reward_function.path is not None or config.reward_model.enable
+    if config.env.name is not None and not has_grader:
         raise DataError(
             "replay of rewards",
             got=f"scores of env={config.env.name}",
             expected="scores of a reward function or a reward model",
-            fix="An environment is not repeated. --edit reward=FILE grades with a function.",
+            fix="A replay cannot run the environment again. Grade with a function of your own: "
+            "--edit reward=FILE.",
         )
 
 
 def _select_secrets(overrides: Sequence[str], settings: RunSettings) -> list[str]:
-    """Select the overrides of keys whose values the run's configuration file hides."""
+    """Select the overrides of keys whose values the run's configuration file hides.
+
+    Args:
+        overrides: the edits as overrides.
+        settings: settings in the run's configuration file, by key.
+    """
     hidden_keys = [name for name, value in settings.values.items() if HIDDEN in str(value)]
     secrets = []
     for override in overrides:
         key = override.partition("=")[0]
+        # A hidden value may be a dictionary, of which the override sets an entry.
         if any(key == name or key.startswith(f"{name}.") for name in hidden_keys):
             secrets.append(override)
     return secrets
@@ -308,22 +326,27 @@ def _require_effect(overrides: Sequence[str], edited: Config, final: Config) -> 
     Args:
         overrides: the edits as overrides.
         edited: the edited configuration.
-        final: the same after `configure_one_process`.
+        final: the edited configuration after `configure_one_process`.
+
+    Raises:
+        ConfigError: `configure_one_process` has changed the value of an edited key.
     """
     for override in overrides:
         key, _ = parse_override(override)
         names = key.split(".")
+        # Descend from the configuration to the key.
         if reduce(getitem, names, edited) != reduce(getitem, names, final):
             raise ConfigError(
                 f"--edit {override}",
                 got="a key that a replay sets itself",
                 expected=_EDITABLE,
-                fix="A replay is one process without engine, validation and checkpoints.",
+                fix="Leave out the edit: a replay is always one process without engine, validation "
+                "and checkpoints.",
             )
 
 
 def _require_same_prompts(overrides: Sequence[str], config: Config, edited: Config) -> None:
-    """Refuse edits of keys that decide on the prompts: a replay takes those of the record.
+    """Refuse edits of keys that decide on the prompts: a replay takes the recorded prompts.
 
     Args:
         overrides: the edits as overrides.
@@ -335,9 +358,9 @@ def _require_same_prompts(overrides: Sequence[str], config: Config, edited: Conf
         section, *names = key.split(".")
         if section != "data":
             continue
-        # `data={...}` edits several keys of the section.
-        for name in names[:1] or sorted(_PROMPTS):
-            if name in _PROMPTS and config.data[name] != edited.data[name]:
+        # `data={...}` names no key of the section, and may edit several.
+        for name in names[:1] or sorted(_PROMPT_KEYS):
+            if name in _PROMPT_KEYS and config.data[name] != edited.data[name]:
                 raise ConfigError(
                     f"--edit {override}",
                     got="a key that decides on the prompts, which are those of the record",
@@ -346,7 +369,11 @@ def _require_same_prompts(overrides: Sequence[str], config: Config, edited: Conf
 
 
 def _require_replayable(config: Config, start: ReplayStart) -> None:
-    """Refuse a run whose steps do not follow from a checkpoint and recorded responses alone."""
+    """Refuse a run whose steps do not follow from a checkpoint and recorded responses alone.
+
+    Raises:
+        DataError: the run is not of the task rl, or it was asynchronous.
+    """
     if config.task != "rl":
         raise DataError(
             str(start.configuration),
@@ -364,7 +391,16 @@ def _require_replayable(config: Config, start: ReplayStart) -> None:
 
 
 def _require_confirmation(start: ReplayStart, ranks: int, *, is_confirmed: bool) -> None:
-    """Print the predicted time of a replay, and refuse a long one that is not confirmed."""
+    """Print the predicted time of a replay, and refuse a long one that is not confirmed.
+
+    Args:
+        start: the state that the replay starts from.
+        ranks: number of ranks that trained in the run.
+        is_confirmed: whether the replay may take longer than `MAX_S`.
+
+    Raises:
+        DataError: the replay would take longer, and is not confirmed.
+    """
     # One process does the work of all ranks.
     seconds = start.recorded_s * ranks
     begin = "the start of the run" if start.checkpoint is None else start.checkpoint
@@ -387,15 +423,18 @@ def _require_confirmation(start: ReplayStart, ranks: int, *, is_confirmed: bool)
 def _build_trainer(
     config: Config, start: ReplayStart, *, grades_again: bool
 ) -> tuple[ReplayTrainer, Any]:
-    """Build the trainer of a replay, and its run, which the caller closes.
+    """Build the trainer of a replay. The caller closes the run that it belongs to.
 
     Args:
         config: the configuration from `configure_one_process`.
         start: the state to start from.
         grades_again: whether the responses of the replayed step are graded.
+
+    Returns:
+        The trainer, and the run.
     """
     if not grades_again:
-        # Scores of a reward model come from the record too, so no model is loaded.
+        # All scores come from the record, so the reward model is not loaded.
         reward_model = config.reward_model.model_copy(update={"enable": False})
         config = config.model_copy(update={"reward_model": reward_model})
     seed_generators(config.trainer.seed)
@@ -407,7 +446,7 @@ def _build_trainer(
     run = build_run(config, Timeline(), parts)
     trainer = run.trainer
     assert isinstance(trainer, ReplayTrainer)
-    # Leave out the warning on scores: its advice would name the temporary folder.
+    # Mark the warning on scores as given: its advice would name the temporary folder.
     trainer.warned.add("scores")
     trainer.recorded = start.record
     trainer.grades_again = grades_again
@@ -416,8 +455,13 @@ def _build_trainer(
 
 
 def _train_to_previous_step(config: Config, start: ReplayStart) -> Path:
-    """Train up to the step before the replayed one. Return a checkpoint of that step."""
-    # The start-up prints its choices once more for the replayed step.
+    """Train up to the step before the replayed one. Return the path of a checkpoint of that step.
+
+    Args:
+        config: the run's configuration from `configure_one_process`, without edits.
+        start: the state to start from.
+    """
+    # The replayed step gets a trainer of its own, whose start-up prints the same choices.
     with redirect_stdout(StringIO()):
         trainer, run = _build_trainer(config, start, grades_again=False)
     try:
@@ -441,7 +485,7 @@ def _replay_step(trainer: ReplayTrainer) -> tuple[pa.Table, dict[str, float]]:
                 break
     except PhaseReachedError as end:
         return record_table(end.batch, config.data), end.metrics
-    # A replay records its own steps, in a thread.
+    # Wait for the thread that records the steps of the replay.
     trainer.recorder.finish()
     replayed = RecordFolder(config.trainer.directory).read(trainer.last_step)
     return replayed.rows, replayed.facts["metrics"]
@@ -449,13 +493,14 @@ def _replay_step(trainer: ReplayTrainer) -> tuple[pa.Table, dict[str, float]]:
 
 def _earlier_difference(trainer: ReplayTrainer) -> str:
     """Describe the first earlier step that differs from its record; "" if none does."""
+    # Wait for the thread that records the steps of the replay.
     trainer.recorder.finish()
     replayed = RecordFolder(trainer.config.trainer.directory)
     for step in replayed.steps():
         if step == trainer.last_step:
             break
         columns = compare_rows(trainer.recorded.read(step).rows, replayed.read(step).rows)
-        # The first difference causes the later ones, so only that one is described.
+        # Differences in a step cause those in later steps, so only the first step is described.
         names = [entry.name for entry in columns if not entry.is_equal]
         if names:
             return f"step {step} differs in {', '.join(names)}"
@@ -466,7 +511,8 @@ def _iterate_steps(trainer: ReplayTrainer) -> Any:
     """Iterate over the steps of a trainer.
 
     Raises:
-        DamagedCheckpointError: the checkpoint is damaged; with advice that fits a replay.
+        DamagedCheckpointError: the checkpoint is damaged. The advice for a training run is replaced
+            by one for a replay.
     """
     try:
         yield from trainer.steps()
@@ -477,7 +523,12 @@ def _iterate_steps(trainer: ReplayTrainer) -> Any:
 
 
 def _find_obstacle(config: Config, recorded: StepRecord) -> str:
-    """Why the numbers of a replay need not be equal bit for bit; "" if they should be."""
+    """Why the numbers of a replay need not be equal bit for bit; "" if they should be.
+
+    Args:
+        config: the run's configuration.
+        recorded: the record of the step.
+    """
     ranks = training_ranks(config)
     # Several ranks add gradients in another order than one process.
     if ranks > 1:
@@ -488,6 +539,7 @@ def _find_obstacle(config: Config, recorded: StepRecord) -> str:
     this_machine = describe_numerics()
     if machine != this_machine:
         return f"the run was on {machine or 'an unknown machine'}, the replay is on {this_machine}"
+    # `describe_numerics` names the GPUs, or says "no GPU".
     if "no GPU" not in this_machine:
         return "an accelerator does not add in the same order each time"
     return ""

@@ -12,7 +12,8 @@ from quadriga.trainer.checkpoint import Checkpoints, quarantined_files
 from quadriga.trainer.run_folder import RunFolder
 from quadriga.trainer.settings import RunSettings, configuration_of
 
-_GENERATION = ("timing_s/gen", "timing_s/gen_max")
+_GENERATION_TIMES = ("timing_s/gen", "timing_s/gen_max")
+"""Metrics with the seconds of a step that were spent on generation."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,12 @@ class ReplayStart:
         record: the run's recorded rollouts.
         step: the step that is replayed.
         checkpoint: the checkpoint that the replay starts from. None: the run's start.
-        after_step: step of the checkpoint, or 0.
+        after_step: step of the checkpoint; 0 without a checkpoint.
         configuration: file with the configuration of the replayed step.
         settings: settings in that file.
-        skipped: steps since the checkpoint that the run has skipped, with the least number of data
-            rows that each takes.
-        recorded_s: seconds that the trained steps took in the run, without generation.
+        skipped: steps since the checkpoint that the run skipped, each with the number of data rows
+            that it took from the data, which the replay must take, too.
+        recorded_s: seconds that the steps to train took in the run, without generation.
     """
 
     record: RecordFolder
@@ -42,7 +43,7 @@ class ReplayStart:
 
     @property
     def is_first(self) -> bool:
-        """Whether the replayed step is the first one after the checkpoint."""
+        """Whether the replayed step is the first one to train after the checkpoint."""
         return self.after_step == self.step - 1
 
 
@@ -54,7 +55,8 @@ def find_start(directory: str | Path, step: int) -> ReplayStart:
         step: the step to replay.
 
     Raises:
-        DataError: the directory is no run, or something that the replay needs is missing.
+        DataError: the directory is no run, something that the replay needs is missing, or the
+            settings have changed since the checkpoint.
     """
     folder = RunFolder(directory)
     record = folder.record
@@ -66,7 +68,7 @@ def find_start(directory: str | Path, step: int) -> ReplayStart:
             expected="the record of a run's rollouts",
             fix="Runs of earlier versions and of trainer.rollout_record=off cannot be replayed.",
         )
-    # Refuses a step that is not recorded, or whose file is damaged.
+    # Raises an error if the step is not recorded, or if its file is damaged.
     record.read(step, columns=["uid"])
     path, settings = configuration_of(folder.directory, step, "rl")
     if settings is None:
@@ -76,33 +78,40 @@ def find_start(directory: str | Path, step: int) -> ReplayStart:
             expected=f"the configuration of step {step}",
             fix="Put the file back: a replay trains as it says.",
         )
+
     checkpoints = Checkpoints(folder.directory)
-    newest = checkpoints.newest(before_step=step)
-    after_step = newest or 0
+    checkpoint_step = checkpoints.newest(before_step=step)
+    after_step = checkpoint_step or 0
+    # The quarantine has a file for each skipped step, with one line for each data row.
     skipped = {}
-    for skipped_step, rows in quarantined_files(folder.directory).items():
+    for skipped_step, rows_file in quarantined_files(folder.directory).items():
         if after_step < skipped_step < step:
-            skipped[skipped_step] = rows.read_bytes().count(b"\n")
+            skipped[skipped_step] = rows_file.read_bytes().count(b"\n")
     needed_steps = [number for number in range(after_step + 1, step + 1) if number not in skipped]
-    _require_steps(record, step, needed_steps, newest)
+    _require_steps(record, step, needed_steps, checkpoint_step)
+    # `settings.first` is the first step with these settings.
     if settings.first > after_step + 1:
-        begin = f"the checkpoint of step {newest}" if newest else "the start of the run"
+        begin = "the start of the run"
+        if checkpoint_step:
+            begin = f"the checkpoint of step {checkpoint_step}"
         raise DataError(
             str(path),
             got=f"settings that changed with step {settings.first}, after {begin}",
             expected="the same settings for all steps that are trained again",
-            fix=f"The checkpoint of step {settings.first - 1} is gone: replay a step before it.",
+            fix=f"Replay a step before step {settings.first}, because the checkpoint of step "
+            f"{settings.first - 1} is gone.",
         )
+
     # Generation takes most of a step's time, and a replay leaves it out.
     recorded_s = 0.0
     for number in needed_steps:
         metrics = record.read(number, columns=["uid"]).facts["metrics"]
-        generation_s = sum(metrics.get(name, 0.0) for name in _GENERATION)
+        generation_s = sum(metrics.get(name, 0.0) for name in _GENERATION_TIMES)
         recorded_s += metrics.get("timing_s/step", 0.0) - generation_s
     return ReplayStart(
         record=record,
         step=step,
-        checkpoint=None if newest is None else checkpoints.path(newest),
+        checkpoint=None if checkpoint_step is None else checkpoints.path(checkpoint_step),
         after_step=after_step,
         configuration=path,
         settings=settings,
@@ -126,7 +135,7 @@ def _require_steps(
     missing_steps = [number for number in needed_steps if number not in recorded_steps]
     if not missing_steps:
         return
-    begin = "the start of the run, for there is no checkpoint before it"
+    begin = "the start of the run, for no checkpoint precedes the step"
     if checkpoint_step is not None:
         begin = f"the checkpoint of step {checkpoint_step}"
     got = f"no record of {'steps' if len(missing_steps) > 1 else 'step'} "
@@ -136,13 +145,14 @@ def _require_steps(
         str(record.folder),
         got=f"{got}; the record has steps {min(recorded_steps)} to {max(recorded_steps)}",
         expected=f"a record of every step up to {step} since {begin}",
-        fix="Replay a recorded step behind a checkpoint. trainer.rollout_record=all, a larger "
-        "trainer.rollout_record_gib and more checkpoints keep more steps.",
+        fix="Replay a recorded step right after a checkpoint. In further runs, "
+        "trainer.rollout_record=all, a larger trainer.rollout_record_gib and more checkpoints keep "
+        "more steps.",
     )
 
 
 def configure_one_process(config: Config, folder: Path, checkpoint: Path | None) -> Config:
-    """Change the configuration of a run for a replay, which trains in this process.
+    """Copy the configuration of a run, changed for a replay, which trains in this process.
 
     Args:
         config: the run's configuration, or an edited one.
@@ -166,7 +176,7 @@ def configure_one_process(config: Config, folder: Path, checkpoint: Path | None)
         n_gpus_per_node=1,
         placement="together",
         resource_pools={},
-        # Braces in this key are fields, unless they are doubled.
+        # The value of this key is a format string, in which braces have to be doubled.
         default_local_dir=str(folder).replace("{", "{{").replace("}", "}}"),
         offload_dir=None,
         resume_mode="disable" if checkpoint is None else "resume_path",
@@ -198,12 +208,12 @@ def configure_one_process(config: Config, folder: Path, checkpoint: Path | None)
 
 
 def _copy_with(section: Any, **values: Any) -> Any:
-    """Copy a section with other values, which are not checked."""
+    """Copy a section with other values. pydantic does not check them."""
     return section.model_copy(update=values)
 
 
 def _with_one_rank(section: Any) -> Any:
-    """Copy the section of a role without parallelism within a data-parallel rank."""
+    """Copy the section of a role, with every kind of parallelism reduced to one rank."""
     return _copy_with(
         section,
         ulysses_sequence_parallel_size=1,
@@ -214,5 +224,5 @@ def _with_one_rank(section: Any) -> Any:
 
 
 def _without_sharding(section: Any) -> Any:
-    """Copy the section of a role without a number of ranks that shard its weights."""
+    """Copy the section of a role with its weights sharded over all ranks, of which there is one."""
     return _copy_with(section, fsdp_config=_copy_with(section.fsdp_config, fsdp_size=-1))

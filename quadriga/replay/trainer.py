@@ -87,22 +87,27 @@ class ReplayTrainer(RayPPOTrainer):
     debugged_phase: str = ""
 
     def train_step(self) -> DataProto:
-        """Train the next step. A replay of rewards leaves out the training of earlier steps."""
+        """Train the next step. A replay of rewards passes over the steps before the replayed one."""
+        # Rewards do not depend on the weights, so earlier steps need no training.
         while self.until == REWARDS and self.global_steps + 1 < self.last_step:
             if self.skips_next_step:
                 self.skip_step(self.rows_to_skip)
                 continue
-            # Read the prompts that the step took, so that the data go on as in the run.
+            # Read the prompts that the step took, and tell sampler and data set about them, so that
+            # the next prompts are those of the run.
             with self.measured():
                 for batch in self.batches():
                     self.hand_back(batch)
         return super().train_step()
 
     def batches(self) -> Iterator[DataProto]:
-        """Yield the recorded responses of the step, instead of generating and grading them.
+        """Yield one batch: the recorded responses of the step, instead of generating them.
+
+        Their scores are recorded ones too, unless the step is to be graded again.
 
         Raises:
             DataError: the record lacks something that the step needs, or the data have changed.
+            PhaseReachedError: the replay ends with the rewards of this step.
         """
         step = self.global_steps
         path = self.recorded.path(step)
@@ -112,12 +117,14 @@ class ReplayTrainer(RayPPOTrainer):
         if is_thinned and "reward_extra" in configured_estimator(self.config).fields:
             raise DataError(
                 str(path),
-                got="a step without what graders returned beside the score",
-                expected=f"it, for algorithm.adv_estimator={self.config.algorithm.adv_estimator}",
-                fix="The record was thinned; a larger trainer.rollout_record_gib keeps it.",
+                got="a step without the values that graders returned beside the score",
+                expected="these values, which algorithm.adv_estimator="
+                f"{self.config.algorithm.adv_estimator} reads",
+                fix="The record was thinned, which removes them. A larger "
+                "trainer.rollout_record_gib keeps them in further runs.",
             )
         prompts = []
-        # Several batches of prompts with dynamic sampling.
+        # With dynamic sampling, a step takes several batches of prompts.
         for _ in range(int(facts["metrics"].get("filter_groups/num_batches", 1))):
             prompts.append(self.next_prompts(num_before=sum(map(len, prompts))))
         policy = self.config.actor_rollout_ref
@@ -133,22 +140,24 @@ class ReplayTrainer(RayPPOTrainer):
             self.predict_length(batch)
         if is_graded and self.until == REWARDS:
             grade(self.reward, batch)
-            self.reach(REWARDS, batch)
+            self.finish_phase(REWARDS, batch)
         yield batch
 
     def compute_advantages(self, batch: DataProto) -> None:
-        """Compute the advantages, and end the replay if it ends with them."""
+        """Compute the advantages, then call `finish_phase`."""
         super().compute_advantages(batch)
-        self.reach(ADVANTAGES, batch)
+        self.finish_phase(ADVANTAGES, batch)
 
     def learn(self, batch: DataProto) -> DataProto:
-        """Update the models from responses, and start the debugger if it is due."""
+        """Update the models from responses, then call `finish_phase`."""
         learned = super().learn(batch)
-        self.reach(UPDATE, learned)
+        self.finish_phase(UPDATE, learned)
         return learned
 
-    def reach(self, phase: str, batch: DataProto) -> None:
-        """Start the debugger if it is due after a phase, and end the replay if that is its last.
+    def finish_phase(self, phase: str, batch: DataProto) -> None:
+        """Start the debugger if it is due after a phase, and end the replay after its last phase.
+
+        Does nothing in steps before the replayed one.
 
         Args:
             phase: the phase that has ended.
@@ -166,11 +175,12 @@ class ReplayTrainer(RayPPOTrainer):
             differences = [entry for entry in compare_rows(recorded, rows) if not entry.is_equal]
             if differences or phase == self.debugged_phase:
                 self.debugs = False
-                # A bar would draw over the debugger's prompt.
+                # The progress bar would draw over the debugger's prompt.
                 self.progress.close()
                 debug(phase, batch, differences)
         if phase == self.until and phase != UPDATE:
-            # The metrics of a whole step are computed at its end.
+            # Compute the metrics so far. The trainer does it at the end of a step, which this step
+            # does not reach.
             if phase == REWARDS:
                 metrics = reduce_metrics(batch.meta_info["metrics"])
             else:
@@ -188,5 +198,8 @@ def debug(phase: str, batch: DataProto, differences: list[Any]) -> None:
     """
     names = ", ".join(entry.name for entry in differences) or "none"
     print(f"after the {phase}; columns that differ from the record: {names}")
-    print("`batch` has the rows, `differences` the columns; `up` leads to the trainer.")
+    print(
+        "Variables: `batch` has the rows, `differences` the columns. The command `up` goes to the "
+        "trainer's method."
+    )
     pdb.set_trace()

@@ -37,11 +37,11 @@ TIMEOUT = timedelta(minutes=30)  # the other side may still be generating, or up
 # breaks, so only this timeout shows it.
 MEETING_TIMEOUT = timedelta(seconds=60)
 SHARES = 4
-"""Number of shares of `bucket_bytes`: a bucket takes one of them.
+"""Number of equal shares into which a sender divides `bucket_bytes`. A bucket takes one share.
 
-The others are for the shards of the parameter that is being gathered, and for tensors that gloo
-still holds. A parameter larger than a share is sent without a copy. So a sender needs at most
-`bucket_bytes` in addition to the model, if none of its parameters exceeds a sixth of that.
+The other shares are for the shards of the parameter that is being gathered, and for tensors that
+gloo still holds. A parameter larger than a share is sent without a copy. So a sender needs at most
+`bucket_bytes` in addition to the model, if no parameter exceeds a sixth of `bucket_bytes`.
 """
 
 
@@ -49,9 +49,9 @@ still holds. A parameter larger than a share is sent without a copy. So a sender
 class Address:
     """Meeting point and members of a weight sync."""
 
-    host: str  # of the first sender's store
-    port: int  # of the store
-    ranks: tuple[int, ...]  # of the receivers in the rollout's worker group
+    host: str  # host of the store, which the first sender opens
+    port: int  # port of the store
+    ranks: tuple[int, ...]  # the receivers' ranks in the rollout's worker group
     num_senders: int = 1
 
 
@@ -81,12 +81,12 @@ def meet(
         address: from `open_store`.
         rank: rank of this process in the group; senders come first.
         device: device of the tensors to send.
-        store: the store, in the process that opened it.
+        store: the store, in the process that opened it. None: connect to the store at `address`.
 
     Returns:
-        A gloo group for CPU tensors, and a group for tensors on `device`.
+        A gloo group for CPU tensors, and a group for tensors on `device`: an nccl group, or the
+        gloo group again if the device is the CPU.
     """
-    # Messages of the CPU and of GPUs need a backend each, and so a group each.
     size = address.num_senders + len(address.ranks)
     with waiting(f"all {size} processes of a weight sync, this one being {rank}"):
         if store is None:
@@ -94,6 +94,7 @@ def meet(
         headers = dist.ProcessGroupGloo(
             dist.PrefixStore("headers", store), rank, size, MEETING_TIMEOUT
         )
+        # The short timeout was for connecting. Broadcasts wait for the other side's work.
         headers._set_default_timeout(TIMEOUT)
         if device.type != "cuda":
             return headers, headers
@@ -125,7 +126,7 @@ class Channel:
         self._store = store
         self._headers: Any = None
         self._contents: Any = None
-        # Memory of a receiver for all buckets of a publication.
+        # Memory of a receiver, into which each bucket of a publication is received in turn.
         self._buffer: torch.Tensor | None = None
 
     def send(self, header: dict[str, Any], content: torch.Tensor | None = None) -> None:
@@ -133,7 +134,7 @@ class Channel:
 
         Args:
             header: a JSON object.
-            content: [bytes] uint8; may be overwritten afterwards.
+            content: the bucket, [bytes] uint8. The caller may overwrite it afterwards.
 
         Raises:
             WeightSyncError: the connection broke.
@@ -149,8 +150,15 @@ class Channel:
     def receive(self) -> tuple[dict[str, Any], torch.Tensor | None]:
         """Receive the next header, and the bucket that follows if the header has `num_bytes`.
 
-        The bucket is valid until the next call. `room_bytes` of the header is the memory for this
-        bucket and for all later ones that do not consist of one large parameter.
+        The header's `room_bytes` is the size of memory to allocate: enough for this bucket, and for
+        every later one except those with a single parameter larger than a bucket.
+
+        Returns:
+            The header; and the bucket, [bytes] uint8, or None. A bucket is valid until the next
+            call.
+
+        Raises:
+            WeightSyncError: the connection broke.
         """
         with self.connection("a header"):
             length = torch.empty(1, dtype=torch.int64)
@@ -159,11 +167,11 @@ class Channel:
             self._headers.broadcast(text, 0).wait()
         header = json.loads(text.numpy().tobytes())
         if "num_bytes" not in header:
-            # The publication is complete, and its last bucket has been read.
+            # The publication has ended, so no more buckets follow.
             self._buffer = None
             return header, None
-        # Large enough for all buckets at once: if the buffer grew with each, views of the old one
-        # could still exist, and both would need memory.
+        # Allocate `room_bytes`, not `num_bytes`: if a larger buffer replaced this one for a later
+        # bucket, views of this one might still exist, and both would take memory.
         if self._buffer is None or self._buffer.numel() < header["num_bytes"]:
             self._buffer = torch.empty(header["room_bytes"], dtype=torch.uint8, device=self._device)
         content = self._buffer[: header["num_bytes"]]
@@ -177,7 +185,7 @@ class Channel:
         self._buffer = None
 
     def _broadcast(self, content: torch.Tensor) -> None:
-        """Send or receive a bucket, and wait until its memory may be used again."""
+        """Send or receive a bucket, and wait until its memory may be overwritten."""
         with self.connection("a bucket"):
             self._contents.broadcast(content, 0).wait()
             if content.is_cuda:
@@ -190,6 +198,9 @@ class Channel:
 
         Args:
             activity: what happens inside, for errors.
+
+        Raises:
+            WeightSyncError: the processes did not connect, or the connection broke.
         """
         try:
             if self._headers is None:
@@ -201,7 +212,8 @@ class Channel:
             # Although it is a RuntimeError, the connection did not cause it.
             raise
         except RuntimeError as error:
-            # The others are waiting for this process, and get an error when its connections end.
+            # Leaving the groups ends the connections, so the processes that wait for this one get
+            # an error at once.
             self.close()
             raise WeightSyncError(
                 f"weight sync by broadcast, process {self._rank} of "
@@ -238,9 +250,11 @@ class WeightSender:
 
         Raises:
             WeightSyncError: the connection broke.
+            Exception: an error of `weights`. The receivers are told of it first.
         """
         sent = {}
-        # Connect first, because the first bucket may take longer than receivers wait to connect.
+        # Entering `connection` connects. Do it before packing: receivers wait only MEETING_TIMEOUT
+        # for the connection, and the first bucket may take longer.
         with self.channel.connection("the meeting"):
             pass
         try:
@@ -275,6 +289,7 @@ class WeightReceiver(CopiedWeights):
 
     def __init__(self, address: Address, rank: int, device: torch.device) -> None:
         super().__init__()
+        # Rank 0 of the channel is the sender.
         self.channel = Channel(address, address.ranks.index(rank) + 1, device)
 
     def receive(self, target: WeightTarget, version: int) -> None:
@@ -289,6 +304,7 @@ class WeightReceiver(CopiedWeights):
                 version is not the announced one, or the trainer failed. The target's version is
                 then -1.
         """
+        # The stream fills `received`, so that `publish` need not compute fingerprints again.
         received = {}
         self.publish(self._received_weights(version, received), target, version, received)
 
@@ -301,7 +317,11 @@ class WeightReceiver(CopiedWeights):
 
         Args:
             version: the version that was announced.
-            received: is filled with the fingerprint of each parameter.
+            received: is filled with the fingerprint of each parameter, by name.
+
+        Raises:
+            WeightSyncError: the trainer failed, a parameter changed in transfer, or the trainer
+                sent another version.
         """
         where = f"weights of version {version}"
         while True:
@@ -349,5 +369,5 @@ def _record_fingerprints(weights: NamedWeights, fingerprints: dict[str, str]) ->
     for name, tensor in weights:
         fingerprints[name] = tensor_fingerprint(tensor)
         yield name, tensor
-        # Free its memory before the next parameter is requested.
+        # Release the tensor before the next one is requested: both need not fit in memory.
         del tensor

@@ -49,9 +49,9 @@ def pack(
     content = torch.empty(0)
 
     def put(weight: tuple[str, torch.Tensor], offset: int) -> list[Any]:
-        """Copy a parameter to its place in the bucket. Returns its entry.
+        """Copy a parameter to its offset in the bucket, and return its entry.
 
-        This makes `content` the bucket with all parameters so far.
+        `content` is then the bucket up to the end of this parameter.
         """
         nonlocal memory, content
         name, tensor = weight
@@ -69,6 +69,7 @@ def pack(
         content[offset:].copy_(flat)
         return entry
 
+    # `buckets` calls `put` for each parameter, and yields the entries of a full bucket.
     for entries in buckets(weights, num_bytes, size, put, alignment=_ALIGNMENT):
         yield entries, content
 

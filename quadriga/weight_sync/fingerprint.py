@@ -19,7 +19,11 @@ _WORD = 8  # bytes
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Fingerprints of a set of named tensors."""
+    """Fingerprints of a set of named tensors.
+
+    Attributes:
+        tensors: `tensor_fingerprint` of each tensor, by name.
+    """
 
     tensors: Mapping[str, str]
 
@@ -80,8 +84,8 @@ def _digest(tensor: torch.Tensor, row_sum: int, column_sum: int) -> str:
 
     Args:
         tensor: gives shape and dtype; it may be on "meta".
-        row_sum: first of its `_weighted_sums`.
-        column_sum: second of its `_weighted_sums`.
+        row_sum: first of the tensor's `_weighted_sums`.
+        column_sum: second of the tensor's `_weighted_sums`.
 
     Returns:
         16 hexadecimal digits.
@@ -92,16 +96,17 @@ def _digest(tensor: torch.Tensor, row_sum: int, column_sum: int) -> str:
 
 @torch.no_grad()
 def _weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Weighted sums of the bytes of a tensor over rows and columns, modulo 2^64.
+    """Weighted sums of a tensor's row sums and column sums, modulo 2^64.
 
-    The bytes are a matrix of 64-bit words with `_ROW` columns. Those that do not fill a row are a
-    second matrix, of one row.
+    The bytes are a matrix of 64-bit words with `_ROW` columns. Bytes at the end that do not fill a
+    row are a second matrix, of one row.
 
     Args:
         tensor: [...].
 
     Returns:
-        [2] int64 on the tensor's device: the sum over rows, and the sum over columns.
+        [2] int64 on the tensor's device: the weighted sum of all row sums, and that of all column
+        sums.
     """
     content = tensor.detach().contiguous().flatten().view(torch.uint8)
     num_bytes = content.numel()
@@ -113,13 +118,15 @@ def _weighted_sums(tensor: torch.Tensor) -> torch.Tensor:
     row_sum = torch.zeros((), dtype=torch.int64, device=content.device)
     column_sum = row_sum
     for number, block in enumerate(blocks):
-        # A view as int64 needs aligned memory.
+        # A view as int64 needs aligned memory. The offset of a uint8 tensor is in bytes.
         aligned = block.clone() if block.storage_offset() % _WORD else block
         words = aligned.view(torch.int64)
         matrix = words.view(-1, min(_ROW, words.numel()))
-        # int64 wraps around, which is arithmetic modulo 2^64.
+        # Rows and columns of both matrices have factors of their own.
         row_factors = _odd_numbers(matrix.shape[0], 2 * number + 1, content.device)
         column_factors = _odd_numbers(matrix.shape[1], 2 * number + 2, content.device)
+        # int64 wraps around, which is arithmetic modulo 2^64. The factor 3 makes the order of the
+        # two matrices count.
         row_sum = row_sum * 3 + (matrix.sum(1) * row_factors).sum()
         column_sum = column_sum * 3 + (matrix.sum(0) * column_factors).sum()
     return torch.stack([row_sum, column_sum])
@@ -130,7 +137,7 @@ def _odd_numbers(count: int, stream: int, device: torch.device) -> torch.Tensor:
 
     Args:
         count: number of numbers.
-        stream: each stream has other numbers.
+        stream: number of the sequence; different sequences have different numbers.
         device: device of the result.
 
     Returns:

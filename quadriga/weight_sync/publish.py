@@ -26,7 +26,7 @@ class WeightTarget(Protocol):
 
     @abstractmethod
     def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Load a complete set of weights, and set `weight_version`: to -1 if loading failed.
+        """Load a complete set of weights. Set `weight_version` to `version`, or to -1 on failure.
 
         Args:
             weights: names and tensors [...]. A tensor's memory is reused when the iterator
@@ -39,14 +39,15 @@ class WeightTarget(Protocol):
     def named_weights(self) -> NamedWeights:
         """The weights used for generation, by the trainer's names.
 
-        Empty if they are stored in another form.
+        Empty if the engine stores its weights in another form.
         """
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint:
         """Fingerprint of the weights used for generation.
 
-        If these are stored in another form, that of the weights that were received.
+        If the engine stores its weights in another form, this is the fingerprint of the weights as
+        they were received.
         """
 
 
@@ -54,15 +55,15 @@ class SharedWeights:
     """Weight sync between a trainer and a rollout that share parameters: sends only the version.
 
     An update by the trainer changes the rollout's parameters at once, and the rollout must not
-    continue with the old version. Such writes are detected by the address of each parameter and by
-    torch's count of writes to it.
+    continue under the old version. `verify` detects writes since the publication by the address of
+    each parameter and by torch's count of writes to it.
     """
 
     def __init__(self) -> None:
-        self._published: dict[str, tuple[object, ...]] = {}  # state of each parameter, by name
+        self._published: dict[str, tuple[object, ...]] = {}  # `_parameter_states` when published
 
     def publish(self, weights: NamedWeights, target: WeightTarget, version: int) -> None:
-        """Pass the version on to the target.
+        """Check that trainer and target share every parameter, and give the target the version.
 
         Args:
             weights: names and tensors [...] of the trainer.
@@ -118,7 +119,7 @@ class SharedWeights:
 
 
 class CopiedWeights:
-    """Weight sync for a rollout with its own copy of the model: copies weights and compares them."""
+    """Weight sync for a rollout with its own copy of the model: copies and compares weights."""
 
     def __init__(self) -> None:
         self._published: dict[str, str] = {}  # fingerprints by name
@@ -137,42 +138,48 @@ class CopiedWeights:
                 `WeightTarget.load_weights`). Converted to the target's dtypes.
             target: the rollout engine.
             version: version of the weights.
-            known: fingerprints that have already been computed, by name. It may be filled while
-                the stream is read.
+            known: fingerprints of `weights` that have already been computed, by name, so that they
+                are not computed again. `weights` may fill it as it is read.
 
         Raises:
-            WeightSyncError: the target refused the weights, or has other ones afterwards. Its
-                version is then -1, and it generates nothing until it has a complete set.
+            WeightSyncError: the target refused the weights, or its weights differ afterwards. After
+                this and any other error the target's version is -1, and it generates nothing until
+                it has a complete set.
         """
         dtypes = {name: tensor.dtype for name, tensor in target.named_weights()}
-        sent = {}
+        # Fingerprints of the weights as the target gets them: those known before, and those to be
+        # computed.
+        known_digests = {}
         pending = PendingFingerprints()
 
         def stream() -> NamedTensors:
             """Convert the weights, and note their fingerprints."""
             for name, tensor in weights:
                 converted = tensor.detach().to(dtypes.get(name, tensor.dtype))
-                # A known fingerprint is that of the tensor before its conversion.
+                # A known fingerprint is that of the tensor before its conversion, so it is valid
+                # only for a tensor that is not converted.
                 digest = None
                 if known is not None and converted.dtype == tensor.dtype:
                     digest = known.get(name)
                 if digest is None:
                     pending.add(name, converted)
                 else:
-                    sent[name] = digest
+                    known_digests[name] = digest
                 yield name, converted
 
-        running = stream()
+        converted_weights = stream()
         try:
-            target.load_weights(running, version)
+            target.load_weights(converted_weights, version)
             # If the target stops early, the sender must still get rid of the other parameters.
-            for _ in running:
+            for _ in converted_weights:
                 pass
-            self._published |= sent | pending.read()
+            # Earlier fingerprints stay: the matrices of an adapter are no complete set.
+            self._published |= known_digests | pending.read()
             self.verify(target, version)
         except BaseException as error:
             target.weight_version = -1
-            # A KeyboardInterrupt ends at once. Only an iterator may have a sender that would wait.
+            # After a KeyboardInterrupt, end at once. Else read on: an iterator may come from a
+            # sender in another process, which would wait.
             if isinstance(error, Exception) and isinstance(weights, Iterator):
                 _read_rest(weights, error)
             raise
@@ -209,8 +216,8 @@ def _read_rest(weights: NamedTensors, error: Exception) -> None:
     """Read the rest of a stream after an error, because its senders go on sending.
 
     Args:
-        weights: the stream. If it has raised the error itself, it yields nothing more.
-        error: the error, which gets a note if the rest of the stream fails, too.
+        weights: the stream. If `error` came from the stream, it yields nothing more.
+        error: the error; it gets a note if the rest of the stream fails, too.
     """
     try:
         for _ in weights:
@@ -239,7 +246,7 @@ def require_version(target: WeightTarget, version: int) -> None:
 
 
 def name_some(names: Iterable[str]) -> str:
-    """The first names of a list, and the number of the others."""
+    """The first `_NUM_NAMED` names as text, and how many more there are."""
     names = list(names)
     listed = ", ".join(names[:_NUM_NAMED])
     if len(names) <= _NUM_NAMED:
@@ -253,5 +260,5 @@ def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _parameter_states(target: WeightTarget) -> dict[str, tuple[object, ...]]:
-    """Memory of each parameter of a target, and torch's count of writes to it, by name."""
+    """Memory of each parameter of a target, with torch's count of writes to it, by name."""
     return {name: (*_memory_of(tensor), tensor._version) for name, tensor in target.named_weights()}

@@ -49,7 +49,7 @@ class Box(NamedTuple):
         return prod(self.shape)
 
     def overlap(self, other: "Box") -> "Box | None":
-        """The common box of two boxes in a parameter, or None if they are disjoint."""
+        """The intersection of two boxes of one parameter, or None if they are disjoint."""
         start = tuple(max(pair) for pair in zip(self.start, other.start, strict=True))
         end = [min(pair) for pair in zip(self.end, other.end, strict=True)]
         shape = tuple(last - first for first, last in zip(start, end, strict=True))
@@ -59,21 +59,21 @@ class Box(NamedTuple):
         return Box(start, shape)
 
     def view(self, tensor: torch.Tensor, inner: "Box") -> torch.Tensor:
-        """A view of a block in the tensor of this box.
+        """A view of the part of a tensor that lies in an inner box.
 
         Args:
             tensor: [*shape], the content of this box.
-            inner: the block, a box within this box.
+            inner: a box within this box, with its start in the same parameter.
 
         Returns:
-            The block, [*inner.shape].
+            The content of `inner`, [*inner.shape].
         """
-        for dim, (origin, start, size) in enumerate(zip(self.start, *inner, strict=True)):
-            tensor = tensor.narrow(dim, start - origin, size)
+        for dim, origin in enumerate(self.start):
+            tensor = tensor.narrow(dim, inner.start[dim] - origin, inner.shape[dim])
         return tensor
 
 
-# Names of version 0.2.0.
+# Names that version 0.2.0 had for boxes, for code that imports them.
 Piece = Box
 Shard = Box
 
@@ -88,13 +88,13 @@ Wanted = Mapping[str, tuple[Box, torch.dtype]]
 
 
 class Move(NamedTuple):
-    """A block of a parameter that one rank holds, and that another one or the same one wants."""
+    """A block of a parameter that the sender holds and the receiver wants. They may be one rank."""
 
-    name: str  # of the parameter
-    sender: int
-    receiver: int
-    box: Box
-    num_bytes: int  # in a bucket; 0 if sender and receiver are the same rank
+    name: str  # name of the parameter
+    sender: int  # rank
+    receiver: int  # rank
+    box: Box  # position of the block in the parameter
+    num_bytes: int  # size in a bucket; 0 if sender and receiver are the same rank
 
 
 Bucket = list[Move]
@@ -106,11 +106,11 @@ class ReshardedWeights:
     All ranks call `publish` together.
 
     Args:
-        rank: rank of this process among them.
-        size: number of ranks.
+        rank: rank of this process among those that call `publish`.
+        size: number of these ranks.
         device: device of the tensors to send.
         bucket_bytes: memory in which a rank sends and receives.
-        meet: forms two process groups of the ranks: for tensors on the CPU, and for those on
+        meet: forms two process groups of the ranks: for tensors on the CPU, and for tensors on
             `device`. None: torch's default group is used.
 
     Attributes:
@@ -135,10 +135,10 @@ class ReshardedWeights:
         self.num_sliced = 0
         self._meet = meet
         self._group: Any = None
-        self._buckets: list[Bucket] = []  # of the moves from or to this rank
-        self._dtypes: dict[str, torch.dtype] = {}  # of each parameter while it is sent
-        self._shards: dict[str, torch.Tensor] = {}  # of the rollout engine on this rank
-        self._published = Fingerprint({})
+        self._buckets: list[Bucket] = []  # only the moves from or to this rank
+        self._dtypes: dict[str, torch.dtype] = {}  # the rollout's, in which parameters are sent
+        self._shards: dict[str, torch.Tensor] = {}  # shards of the rollout engine on this rank
+        self._published = Fingerprint({})  # of these shards after the last publication
 
     def publish(self, held: Held, target: Any, version: int) -> None:
         """Send the shards that ranks hold to the ranks that want them.
@@ -164,14 +164,16 @@ class ReshardedWeights:
             self._connect(held, wanted_shards)
             if target is not None:
                 self._allocate(held, target, wanted_shards)
+        # The shards are filled in place. Only `StreamedWeights` needs the names of complete ones.
         for _ in self._fill_shards(held, wanted_shards, version):
             pass
         if target is not None:
+            # The shards are in place: the engine only merges adapters, and takes the version.
             target.load_weights(self._shards.items(), version)
             self._published = target.fingerprint()
 
     def receive(self, target: WeightTarget, version: int) -> None:
-        """Fill the shards of a rollout engine, on a rank that holds none of the trainer's.
+        """Fill the shards of a rollout engine, on a rank that holds no shard of the trainer.
 
         Args:
             target: the rollout engine of this rank.
@@ -190,7 +192,7 @@ class ReshardedWeights:
 
         Args:
             target: the rollout engine of this rank.
-            version: version that it must have.
+            version: version that the engine must have.
 
         Raises:
             WeightSyncError: the version differs, or a shard was written to.
@@ -214,14 +216,24 @@ class ReshardedWeights:
         )
 
     def _connect(self, held: Held, wanted_shards: Wanted) -> None:
-        """Form the group, exchange which shards ranks hold and want, and plan the moves."""
+        """Form the group, exchange which shards ranks hold and want, and plan the moves.
+
+        Args:
+            held: this rank's shards of the trainer.
+            wanted_shards: shards that the rollout engine of this rank wants.
+
+        Raises:
+            WeightSyncError: trainer and rollout do not have the same parameters, or no rank holds a
+                block that is wanted.
+            PeerLostError: a rank is lost.
+        """
         with detect_lost_peer(self._name_activity("the meeting")):
             if self._meet is None:
                 self._group = dist.group.WORLD
             else:
                 _, self._group = self._meet()
 
-        # Exchanged as JSON, in which boxes become lists and dtypes are given by their names.
+        # Exchange boxes and dtypes as JSON, in which tuples become lists and dtypes are names.
         held_here = {name: box for name, (box, _) in held.items()}
         wanted_here = {
             name: (box, str(dtype).removeprefix("torch."))
@@ -231,10 +243,11 @@ class ReshardedWeights:
         wanted_boxes = []
         for rank_held, rank_wanted in self._gather([held_here, wanted_here]):
             held_boxes.append({name: Box(*map(tuple, box)) for name, box in rank_held.items()})
-            wanted_boxes.append({})
+            boxes = {}
             for name, (box, dtype_name) in rank_wanted.items():
-                wanted_boxes[-1][name] = Box(*map(tuple, box))
+                boxes[name] = Box(*map(tuple, box))
                 self._dtypes[name] = getattr(torch, dtype_name)
+            wanted_boxes.append(boxes)
 
         # All ranks make the same plan from the same data; each keeps only its own moves.
         itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
@@ -244,15 +257,15 @@ class ReshardedWeights:
             self._buckets.append(moves)
 
     def _allocate(self, held: Held, target: Any, wanted_shards: Wanted) -> None:
-        """Give the target memory for its shards: the trainer's memory where it has the same.
+        """Give the target memory for its shards, and share the trainer's memory where possible.
 
         Args:
             held: this rank's shards of the trainer.
             target: the rollout engine of this rank.
-            wanted_shards: the shards that it wants.
+            wanted_shards: the shards that the engine wants.
         """
         for name, (shard, dtype) in wanted_shards.items():
-            # The engine changes merged shards, which therefore need memory of their own.
+            # The engine changes merged shards after they arrive, so they need their own memory.
             memory = None
             if name in held and name not in target.merged_shards:
                 memory = self._shared_view(*held[name], shard, dtype)
@@ -266,7 +279,10 @@ class ReshardedWeights:
     def _shared_view(
         self, held: Box, tensor: torch.Tensor, target: Box, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """A view of the trainer's memory for a shard of the target; None if it cannot be shared.
+        """A view of the trainer's memory for a shard of the target.
+
+        None if the trainer's shard does not contain the whole shard, or has another dtype, device
+        or layout of memory.
 
         Args:
             held: box of the trainer's shard.
@@ -289,12 +305,14 @@ class ReshardedWeights:
             version: version of the weights.
 
         Yields:
-            The name of each shard that is complete.
+            The name of each shard, once all of its blocks have been stored.
 
         Raises:
             WeightSyncError: a block changed in transfer, or a rank has another version.
+            PeerLostError: a rank is lost.
         """
         buckets = self._buckets
+        # Number of blocks that each shard of the rollout engine still lacks.
         num_missing_blocks = Counter[str]()
         for bucket in buckets:
             num_missing_blocks.update(move.name for move in bucket if move.receiver == self.rank)
@@ -312,15 +330,15 @@ class ReshardedWeights:
             incoming.sort(key=attrgetter("sender"))
             out_sizes = self._bytes_by_peer(outgoing, "receiver")
             in_sizes = self._bytes_by_peer(incoming, "sender")
-            # The memory holds the blocks to send, and behind them those to receive.
+            # The memory holds the blocks to send, behind them those to receive, and unused bytes.
             out_end = sum(out_sizes)
             source, output, _ = memory.tensor_split((out_end, out_end + sum(in_sizes)))
 
-            # Copy this rank's blocks into the bucket, and exchange it.
+            # Copy the blocks for other ranks into the bucket, and exchange it.
             for move, block in self._blocks(outgoing, source):
                 if block is not None:
-                    shard, tensor = held[move.name]
-                    block.copy_(shard.view(tensor, move.box))
+                    box, tensor = held[move.name]
+                    block.copy_(box.view(tensor, move.box))
             with detect_lost_peer(self._name_activity("a bucket of weights")):
                 self._group.alltoall_base(output, source, in_sizes, out_sizes).wait()
             sent[:, number] = _fingerprints(source, out_sizes)
@@ -338,11 +356,11 @@ class ReshardedWeights:
         self._compare(sent, received)
 
     def _bytes_by_peer(self, moves: Bucket, side: Literal["sender", "receiver"]) -> list[int]:
-        """Sum the bytes of moves by the rank at their other end.
+        """Sum the bytes of moves by the other rank that takes part in them.
 
         Args:
-            moves: moves from or to this rank.
-            side: the side at which the other ranks are.
+            moves: moves from this rank, or moves to this rank.
+            side: what the other rank is in these moves.
 
         Returns:
             Number of bytes, [ranks].
@@ -353,7 +371,7 @@ class ReshardedWeights:
         return [total[rank] for rank in range(self.size)]
 
     def _store_block(self, move: Move, block: torch.Tensor, wanted_shards: Wanted) -> None:
-        """Copy a block into the shard of the rollout engine that it belongs to.
+        """Copy a block into the rollout engine's shard of its parameter.
 
         Args:
             move: the move that brought the block.
@@ -365,7 +383,7 @@ class ReshardedWeights:
         if move.name not in self._shards:
             self._shards[move.name] = torch.empty(box.shape, dtype=dtype, device=self.device)
         target = box.view(self._shards[move.name], move.box)
-        # Memory shared with the trainer already has the block.
+        # In memory shared with the trainer, the block is already in its place.
         if target.data_ptr() != block.data_ptr():
             target.copy_(block)
 
@@ -379,7 +397,8 @@ class ReshardedWeights:
             memory: [bytes] uint8.
 
         Yields:
-            Each move, and a view of its block; None for a move within this rank, which has none.
+            Each move, and a view of its block in `memory`; None for a move within this rank, whose
+            block is not in a bucket.
         """
         end = 0
         for move in moves:
@@ -387,23 +406,25 @@ class ReshardedWeights:
                 yield move, None
                 continue
             flat = memory[end : end + move.num_bytes].view(self._dtypes[move.name])
-            # Without the padding of the block to the alignment.
+            # The block ends before the padding that aligns the next one.
             yield move, flat[: move.box.numel].view(move.box.shape)
             end += move.num_bytes
 
     def _compare(self, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """Compare versions and fingerprints with those of the senders.
+        """Compare what this rank received with what the senders say that they sent.
 
         Args:
-            sent: versions and fingerprints of what this rank sent to each rank,
+            sent: version, and fingerprint of each bucket, of what this rank sent to each rank,
                 [ranks, 1 + buckets].
-            received: the same of what it received from each rank.
+            received: the same for what this rank received from each rank, with its own version.
 
         Raises:
-            WeightSyncError: they differ.
+            WeightSyncError: a version or a fingerprint differs.
+            PeerLostError: a rank is lost.
         """
         expected = torch.empty_like(sent, device=self.device)
         with detect_lost_peer(self._name_activity("the comparison of fingerprints")):
+            # With empty lists of sizes, each rank gets one row from each rank.
             self._group.alltoall_base(expected, sent.to(self.device), [], []).wait()
         expected = expected.cpu()
         version = int(received[self.rank, 0])
@@ -415,6 +436,8 @@ class ReshardedWeights:
                 got=f"version {min(other_versions)} from another rank",
                 expected="one version everywhere",
             )
+        # Versions are equal by now, so a number is that of a bucket, from 1 on. The first
+        # difference is reported.
         for rank, number in (expected != received).nonzero().tolist():
             # The fingerprint is that of all blocks from the rank, so any of them may be corrupt.
             moves = self._buckets[number - 1]
@@ -429,7 +452,7 @@ class ReshardedWeights:
             )
 
     def _gather(self, value: Any) -> list[Any]:
-        """Exchange values that JSON can hold. Returns those of all ranks, [ranks]."""
+        """Gather a value from each rank, which JSON can hold. Returns the values, [ranks]."""
         content = bytearray(json.dumps(value).encode())
         text = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         length = torch.tensor([text.numel()], device=self.device)
@@ -442,7 +465,7 @@ class ReshardedWeights:
             self._group.allgather([texts], [padded]).wait()
         values = []
         for text_of_rank, size in zip(texts, sizes, strict=True):
-            # Without the padding, which allgather needs for texts of different lengths.
+            # Drop the padding, which allgather needs for texts of different lengths.
             values.append(json.loads(bytes(text_of_rank[:size].cpu().numpy())))
         return values
 
@@ -453,13 +476,14 @@ class ReshardedWeights:
 class StreamedWeights(ReshardedWeights):
     """Resharding for an engine that shards parameters by itself.
 
-    Each of its ranks wants full parameters, and needs memory for those of one bucket in addition to
-    the bucket. Takes the arguments of `ReshardedWeights`.
+    Each rank of the engine wants full parameters. It needs memory for the parameters of one bucket
+    in addition to the bucket. Takes the arguments of `ReshardedWeights`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # The other half is for the parameters of the bucket, which the engine has not loaded yet.
+        # A bucket takes half of the memory. The other half is for the full parameters of the
+        # bucket, until the engine has loaded them.
         self.bucket_bytes //= 2
         self._copied = CopiedWeights()
 
@@ -468,11 +492,13 @@ class StreamedWeights(ReshardedWeights):
 
         Args:
             held: this rank's shards of the trainer.
-            target: the rollout engine of this rank, if it has one.
+            target: the rollout engine of this rank, if it has one. Its version is -1 after an
+                error.
             version: version of the weights.
 
         Raises:
-            WeightSyncError, PeerLostError: as in the base class, or the engine has other weights.
+            WeightSyncError, PeerLostError: as in the base class; also if the engine's weights
+                differ afterwards.
         """
         if target is None:
             super().publish(held, None, version)
@@ -490,7 +516,7 @@ class StreamedWeights(ReshardedWeights):
 
         Args:
             target: the rollout engine of this rank.
-            version: version that it must have.
+            version: version that the engine must have.
 
         Raises:
             WeightSyncError: the version or a fingerprint differs.
@@ -506,7 +532,7 @@ def plan(
 ) -> tuple[list[Bucket], int]:
     """Plan which rank sends which blocks to which rank, in buckets.
 
-    If several ranks hold the same shard, one of them that wants it uses its own; the other
+    If several ranks hold the same shard, a receiver among them uses its own copy. The other
     receivers are spread over the holders.
 
     Args:
@@ -516,13 +542,14 @@ def plan(
         bucket_bytes: largest number of bytes that a rank sends and receives, together, in a bucket.
 
     Returns:
-        The buckets, and the number of parameters that are sliced because they are larger.
+        The buckets, and the number of parameters that are sliced because they are larger than a
+        bucket.
 
     Raises:
-        WeightSyncError: a shard that is wanted is not held, or a parameter that is held is not
-            wanted.
+        WeightSyncError: a parameter is not both held and wanted, or a part of a wanted shard is not
+            held exactly once.
     """
-    # A dictionary keeps the order: that of the first rank that has the parameter.
+    # Every rank must get the same order, which a set would not have.
     names = dict.fromkeys(chain.from_iterable(held_boxes))
     differing = sorted(names.keys() ^ set(chain.from_iterable(wanted_boxes)))
     if differing:
@@ -568,7 +595,7 @@ def _moves_of(
     Raises:
         WeightSyncError: an element of a wanted shard is not held, or held in two different shards.
     """
-    # Replicas hold the same shard. Empty shards have nothing to send.
+    # Ranks that hold each shard; several if they are replicas. Empty shards have nothing to send.
     holders = {}
     for rank, shards in enumerate(held_boxes):
         if name in shards and 0 not in shards[name].shape:
@@ -589,11 +616,12 @@ def _moves_of(
                 sender = ranks[receiver % len(ranks)]
                 yield Move(name, sender, receiver, common, _aligned_bytes(common, itemsize))
         if num_missing:
-            held_by = "that no rank of the trainer holds, or two hold"
+            # Elements in two of the trainer's shards were subtracted twice.
+            holders_text = "no rank of the trainer holds" if num_missing > 0 else "two ranks hold"
             raise WeightSyncError(
                 f"weight {name}",
-                got=f"{num_missing} elements of rank {receiver}'s shard {held_by}",
-                expected="each of them once",
+                got=f"{abs(num_missing)} elements of rank {receiver}'s shard that {holders_text}",
+                expected="each element in one shard of the trainer",
             )
 
 
@@ -620,6 +648,7 @@ def _slice_moves(moves: Bucket, itemsize: int, bucket_bytes: int) -> Iterator[Bu
     for start, stop in ((first, middle), (middle, end)):
         half = []
         for move in moves:
+            # The part of the block that is in the rows from `start` to `stop`.
             rows = Box((start, *move.box.start[1:]), (stop - start, *move.box.shape[1:]))
             common = move.box.overlap(rows)
             if common is not None:

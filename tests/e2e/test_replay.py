@@ -135,7 +135,7 @@ def test_a_step_again(
     # What is missing or has changed is named.
     data.write_bytes((home / "val.parquet").read_bytes())
     status, output = replay("--step", "1")
-    assert (status, "put them back" in output) == (1, True), output
+    assert (status, "Put them back" in output) == (1, True), output
     model.unlink()
     status, output = replay("--step", "3")
     assert (status, f"model {model}" in output) == (1, True), output

@@ -93,11 +93,23 @@ def gdpo(
 
 
 def _read_reward(key: str, reward_extra: Sequence[Mapping[str, Any]], like: Tensor) -> Tensor:
-    """Reward `key` of each response, [B], with dtype and device of `like`."""
+    """Read a reward of each response from the values that the grader returned.
+
+    Args:
+        key: name of the reward.
+        reward_extra: values by name, [B].
+        like: gives the dtype and the device of the result.
+
+    Returns:
+        The rewards, [B].
+
+    Raises:
+        ConfigError: a response does not have the reward, or it is not a finite number.
+    """
     try:
         values = [float(row[key]) for row in reward_extra]
     except KeyError as error:
-        # Name everything that the grader did return.
+        # All names that the grader returned for any response.
         names = {name for row in reward_extra for name in row}
         known = (SCORE, *sorted(names))
         raise ConfigError(

@@ -67,7 +67,7 @@ def gigpo(
         response_advantage = response_advantage / (groups.deviation(scores) + epsilon)
     advantages = spread(response_advantage, response_mask)
 
-    # All turns of the batch, with the group and the state that they are compared within.
+    # All turns of the batch. Those of the same group and state are compared with one another.
     turns = []
     states_of_turns = []
     for row, states in enumerate(turn_states):
@@ -82,7 +82,7 @@ def gigpo(
     step_advantage = peers.centered(returns)  # [S]
     if norm_adv_by_std_in_grpo:
         step_advantage = step_advantage / (peers.deviation(returns) + epsilon)
-    # A turn that has no peers is no evidence for or against its action.
+    # A turn without peers says nothing for or against its action.
     step_advantage = torch.where(peers.size > 1, step_advantage, 0.0) * step_advantage_weight
     advantages = advantages.clone()
     for (row, start, end), value in zip(turns, step_advantage, strict=True):
@@ -106,7 +106,7 @@ def turn_returns(
     """
     returns = []
     for rewards, spans in zip(token_level_rewards, turn_spans, strict=True):
-        # From the last turn to the first: the reward of a turn ends where the next one starts.
+        # From the last turn to the first. A turn gets the rewards up to the start of the next one.
         end = len(rewards)
         turn_return = rewards.new_zeros(())
         returns_of_row = []

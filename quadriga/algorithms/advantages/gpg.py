@@ -44,9 +44,10 @@ def gpg(
     """
     scores = token_level_rewards.sum(-1)  # [B]
     groups = Groups.of(uid, scores, rollout_id)
-    # A group of one has a deviation of 1 and counts, too.
+    # A group of one counts, too: its deviation is taken as 1.
     num_with_gradient = groups.count(groups.deviation(scores) > 0)
+    num_responses = groups.count(groups.size > 0)
     # If no group has a gradient, all advantages are 0 and alpha does not matter.
-    alpha = groups.count(groups.size > 0) / num_with_gradient.clamp(min=1)
+    alpha = num_responses / num_with_gradient.clamp(min=1)
     advantages = spread(alpha * groups.centered(scores) / f_norm, response_mask)
     return advantages, advantages

@@ -50,8 +50,10 @@ def grpo_passk(
     is_best = scores == best
     second_best = -groups.smallest(-scores.masked_fill(is_best, -float("inf")))
 
-    # Where the best score is shared, no response raised it alone.
-    has_single_best = groups.mean(is_best.to(scores.dtype)) * groups.size < 1.5
+    # A mean over rollouts times their number is the number of rollouts with the best score. If it
+    # is not 1 (up to rounding), no response has raised the best score alone.
+    num_best = groups.mean(is_best.to(scores.dtype)) * groups.size
+    has_single_best = num_best < 1.5
     lead = (scores - second_best).masked_fill(~(is_best & has_single_best), 0)
     # A group of one has no second best.
     advantage = lead.where(groups.size > 1, scores)

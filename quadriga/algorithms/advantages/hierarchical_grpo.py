@@ -55,9 +55,11 @@ def hierarchical_grpo(
         raise ConfigError(key, got=repr(episode_agents), expected="a list of names of agents")
     scores = token_level_rewards.sum(-1)  # [B]
     rollouts = list(range(len(scores)) if rollout_id is None else rollout_id)
-    # Agents without a role are named by numbers, which a configuration reads as such.
+    # Agents without a role are named "0", "1", ..., which YAML reads as numbers.
     names_within_rollout = {str(name) for name in episode_agents}
-    # Every row of an agent that is compared within a rollout is an attempt of its own.
+    # `peers` names the peers of each row. `attempts` names what counts once among them: for an
+    # agent that is compared within a rollout each row, for another agent each rollout. The tuples
+    # keep names of rollouts apart from row numbers.
     peers = []
     attempts = []
     for row, (group, name) in enumerate(zip(uid, agent, strict=True)):

@@ -102,7 +102,8 @@ def subtract_optimal_baseline(
         is_sampled: marks the tokens that the policy sampled, [B, T] bool.
         uid: group of each response, [B].
         energy: squared length of each token's gradient, [B, T].
-        keeps_tail: whether a token that no other response can be compared with keeps its reward.
+        keeps_tail: whether a token keeps its reward to go if no other response of a larger group
+            has a token at its position.
 
     Returns:
         Advantages, [B, T], 0 outside the mask.
@@ -111,7 +112,7 @@ def subtract_optimal_baseline(
     # W of the module docstring: the energy of all sampled tokens up to each position, 0 elsewhere.
     energy_so_far = zero_outside(energy, is_sampled).cumsum(-1) * mask
     groups = Groups.of(uid, to_go)
-    # If no response of a group has any gradient at a position, all of them weigh the same.
+    # If no response of a group has any gradient up to a position, all of them weigh the same there.
     weights = energy_so_far.where(groups.sum(energy_so_far) > 0, mask)
 
     # Subtracting the smallest value first makes equal values exactly 0, as in `Groups.centered`.
@@ -120,7 +121,8 @@ def subtract_optimal_baseline(
     total_weight = groups.sum(weights).clamp(min=torch.finfo(weights.dtype).tiny)
     baseline = groups.sum(distance * weights) / total_weight
 
-    # Nothing to compare with: a group of one, or a position that only one response reaches.
+    # Without anything to compare with, a token keeps its reward to go: in a group of one, and with
+    # `keeps_tail` at every position that only one response reaches.
     is_alone = (groups.size == 1)[:, None]
     if keeps_tail:
         is_alone = groups.sum(mask) == 1
@@ -140,8 +142,8 @@ def tir_optimal_token_baseline(
 ) -> tuple[Tensor, Tensor]:
     """Rewards to go minus the optimal baseline of each token that the policy sampled, across turns.
 
-    The n-th sampled token of a response is compared with the n-th ones of its group, without
-    counting tokens of tools and users.
+    The n-th sampled token of a response is compared with the n-th sampled tokens of the other
+    responses in its group. Tokens of tools and users are not counted.
 
     Args:
         token_level_rewards: [B, T].
@@ -168,6 +170,6 @@ def tir_optimal_token_baseline(
         energy.gather(-1, order),
         keeps_tail=handle_zero_tail,
     )
-    # The inverse of a permutation is its argsort: it moves the tokens back.
+    # The argsort of a permutation is its inverse, which moves the tokens back.
     advantages = moved_advantages.gather(-1, order.argsort(dim=-1))
     return advantages, zero_outside(to_go, response_mask)

@@ -60,6 +60,8 @@ def rae(
     scores = token_level_rewards.sum(-1)  # [B]
     rollouts = list(range(len(scores)) if rollout_id is None else rollout_id)
     roles = list(zip(data_source, agent, strict=True))
+    # Rows of each score, in the order of the batch. A role has one score per rollout, however many
+    # rows it has there.
     rows_of_score = {}
     for row in row_index.argsort().tolist():
         rows_of_score.setdefault((rollouts[row], roles[row]), []).append(row)
@@ -68,7 +70,6 @@ def rae(
     values = scores.tolist()
     baseline_of_row = [0.0] * len(values)
     for rows in rows_of_score.values():
-        # A role has one score per rollout, however many rows it has.
         role = roles[rows[0]]
         baseline = baselines.get(role, 0.0)
         score = sum(values[row] for row in rows) / len(rows)

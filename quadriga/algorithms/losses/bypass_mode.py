@@ -51,10 +51,10 @@ def bypass_mode(
 
     Returns:
         The loss of each token, [B, T], and the diagnostics `rollout_kl` and `rollout_k3_kl`
-        (divergence between the two policies), `rollout_rs_masked_fraction`, and for reinforce
-        `rollout_is_mean`, otherwise those of `vanilla`.
+        (estimates of KL(rollout || current)), `rollout_rs_masked_fraction` (1 on rejected tokens);
+        for reinforce also `rollout_is_mean` (the importance weights), for ppo_clip those of
+        `vanilla`.
     """
-    # Without gradient: weights, rejection and diagnostics must not be differentiated.
     log_ratio = log_ratios(log_prob, rollout_log_probs, response_mask).detach()
     rules = [Rejection(*rule) for rule in correction.rejections] if correction else []
     kept_mask, _ = keep_mask(log_ratio, response_mask, rules)
@@ -65,7 +65,6 @@ def bypass_mode(
         "rollout_rs_masked_fraction": is_rejected.to(log_ratio.dtype),
     }
 
-    # PPO's ratio to the rollout corrects by itself; rejected tokens leave the mask.
     if correction is None or correction.loss_type == "ppo_clip":
         losses, vanilla_diagnostics = vanilla(
             rollout_log_probs,
@@ -78,7 +77,7 @@ def bypass_mode(
         )
         return losses, reported | vanilla_diagnostics
 
-    # Reinforce has no ratio of its own, so the weights multiply its losses.
+    # Reinforce.
     weights = torch.ones_like(log_ratio)
     if correction.rollout_is is not None:
         level = correction.rollout_is

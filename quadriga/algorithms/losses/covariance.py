@@ -196,8 +196,8 @@ def _num_held_back(share: float, name: str, response_mask: Tensor) -> int:
     """Number of tokens to hold back: a share of the response tokens, and at least 1.
 
     Args:
-        share: the share, from 0 to 1.
-        name: name of its key, for errors.
+        share: share of the tokens, from 0 to 1.
+        name: name of the option, for errors.
         response_mask: marks the response tokens, [B, T].
 
     Raises:
@@ -212,7 +212,15 @@ def _num_held_back(share: float, name: str, response_mask: Tensor) -> int:
 
 
 def _mark(positions: Tensor, like: Tensor) -> Tensor:
-    """Zeros with the shape of `like`, and ones at the `positions` of the flattened tensor."""
+    """Mark positions with 1.
+
+    Args:
+        positions: positions in the flattened tensor, [N] int64.
+        like: gives the shape, the dtype and the device of the result.
+
+    Returns:
+        Zeros, and ones at the positions.
+    """
     marks = torch.zeros_like(like).flatten()
     marks[positions] = 1
     return marks.view_as(like)

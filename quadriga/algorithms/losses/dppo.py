@@ -99,7 +99,8 @@ def dppo_kl(
     log_q = zero_outside(old_log_prob, response_mask)
     p = log_p.detach().exp()
     q = log_q.exp()
-    # q log(q / p) for this token, and the same for any other token, of probability 1 - q.
+    # KL over two outcomes: this token, with the probabilities q and p, and any other token, with
+    # 1 - q and 1 - p.
     other_p = (1 - p).clamp(min=0) + _EPSILON
     other_q = (1 - q).clamp(min=0) + _EPSILON
     divergence = q * (log_q - log_p.detach()) + (1 - q) * (other_q / other_p).log()

@@ -50,11 +50,12 @@ def geo_mean(
     is_too_high = (advantages > 0) & (log_ratio > clip_ratio_high)
     is_too_low = (advantages < 0) & (log_ratio < -clip_ratio_low)
     is_clipped = is_too_high | is_too_low
-    # A clipped token keeps its bound in the mean, but has no gradient.
+    # A clipped token counts with the bound in the mean, but has no gradient.
     bounded = log_ratio.detach().clamp(-clip_ratio_low, clip_ratio_high)
     clipped = log_ratio.where(~is_clipped, bounded)
 
-    # The mean gives the value; the second term of the exponent is 0 and gives the token's gradient.
+    # Straight-through: the mean gives the value of the ratio. The second term of the exponent is 0
+    # in value, and gives each token the gradient of its own log-ratio.
     mean = sequence_mean(clipped, response_mask).detach()  # [B, 1]
     ratio = (mean + (clipped - clipped.detach())).exp()
     return -advantages * ratio, diagnostics(log_ratio, pg_clipfrac=is_clipped)

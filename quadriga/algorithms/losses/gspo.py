@@ -49,7 +49,8 @@ def gspo(
     log_ratio = zero_outside(log_prob - old_log_prob, response_mask)
     advantages = zero_outside(advantages, response_mask)
 
-    # The mean gives the value; the second term of the exponent is 0 and gives the token's gradient.
+    # Straight-through: the mean gives the value of the ratio. The second term of the exponent is 0
+    # in value, and gives each token the gradient of its own log-probability.
     mean = sequence_mean(log_ratio, response_mask).detach()  # [B, 1]
     mean = mean.clamp(max=MAX_MEAN_LOG_RATIO)
     ratio = (mean + (log_ratio - log_ratio.detach())).exp()

@@ -40,7 +40,7 @@ def luspo(
     Returns:
         The loss of each token, [B, T], and the diagnostics `pg_clipfrac` and `ppo_kl`.
     """
-    losses, measures = gspo(
+    losses, gspo_diagnostics = gspo(
         old_log_prob,
         log_prob,
         advantages,
@@ -49,4 +49,4 @@ def luspo(
         clip_ratio_high=clip_ratio_high,
     )
     num_tokens = response_mask.bool().sum(-1, keepdim=True)  # [B, 1]
-    return losses * num_tokens, measures
+    return losses * num_tokens, gspo_diagnostics

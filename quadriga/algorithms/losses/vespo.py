@@ -45,10 +45,10 @@ def vespo(
         advantages: [B, T].
         response_mask: [B, T].
         k_pos: power of the ratio for tokens with an advantage above 0; at least 0.
-        lambda_pos: decay for these tokens; at least 0.
+        lambda_pos: how fast the weight of tokens with an advantage above 0 decays; at least 0.
         k_neg: power of the ratio for the other tokens; at least 0.
-        lambda_neg: decay for these tokens; at least 0.
-        rollout_is_weights: importance weights of the rollout, [B, T]. None: 1.
+        lambda_neg: how fast the weight of the other tokens decays; at least 0.
+        rollout_is_weights: importance weights of off-policy correction, [B, T]. None: 1.
 
     Returns:
         The loss of each token, [B, T], and the diagnostics `vespo_weight` and `ppo_kl`.
@@ -56,22 +56,25 @@ def vespo(
     Raises:
         ConfigError: a power or a decay is below 0.
     """
-    shapes = {"k_pos": k_pos, "lambda_pos": lambda_pos, "k_neg": k_neg, "lambda_neg": lambda_neg}
-    for name, value in shapes.items():
+    numbers = {"k_pos": k_pos, "lambda_pos": lambda_pos, "k_neg": k_neg, "lambda_neg": lambda_neg}
+    for name, value in numbers.items():
         if not value >= 0:
             key = f"actor_rollout_ref.actor.policy_loss.{name}"
             raise ConfigError(key, got=str(value), expected="a number of at least 0")
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
     advantages = zero_outside(advantages, response_mask)
-    total = log_ratio.detach().sum(-1, keepdim=True)  # [B, 1]
+    # log W: the log of a product of ratios is a sum of log-ratios.
+    log_product = log_ratio.detach().sum(-1, keepdim=True)  # [B, 1]
     if rollout_is_weights is not None:
+        # A weight may be 0, so its log is clamped, too.
         log_weights = rollout_is_weights.log().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        total = total + zero_outside(log_weights, response_mask).sum(-1, keepdim=True)
-    total = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_product = log_product + zero_outside(log_weights, response_mask).sum(-1, keepdim=True)
+    log_product = log_product.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     is_positive = advantages > 0
     power = torch.full_like(advantages, k_neg).masked_fill(is_positive, k_pos)
     decay = torch.full_like(advantages, lambda_neg).masked_fill(is_positive, lambda_pos)
-    weight = (power * total + decay * (1 - total.exp())).exp()
+    # phi(W), computed as the exponential of its log.
+    weight = (power * log_product + decay * (1 - log_product.exp())).exp()
     losses = -advantages * weight * zero_outside(log_prob, response_mask)
     return losses, diagnostics(log_ratio, vespo_weight=weight.expand(log_prob.shape))

@@ -34,8 +34,8 @@ STEP = "step"
 VALIDATION = "validation"
 _TOKENS = "tokens.parquet"
 _NAME = re.compile(r"(step|validation)_(\d{6,})\.parquet")
-_DRAFT = ".unfinished_"
-_METADATA = b"quadriga"
+_DRAFT = ".unfinished_"  # prefix of a file that is being written
+_METADATA = b"quadriga"  # key of the facts in a file's metadata
 _SUPERSEDED = "superseded"
 
 
@@ -88,9 +88,11 @@ class RecordFolder:
         """Prepare the folder for a run that records the steps after `after_step`.
 
         Args:
-            after_step: the step that the run resumes from, or 0.
-            is_continued: whether an existing record belongs to this run, which keeps the steps up
-                to `after_step`. The record of another run is moved to a folder `superseded_N`.
+            after_step: the step that the run resumes from, or 0. Infinity keeps all steps of a
+                continued run.
+            is_continued: whether an existing record belongs to this run. If so, its steps after
+                `after_step` are removed, because the run computes them again. If not, it is moved
+                to a folder `superseded_N`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         # A killed process leaves drafts.
@@ -106,6 +108,7 @@ class RecordFolder:
             aside = next(place for place in places if not place.exists())
             aside.mkdir()
             paths = [path for _, path in recorded_files]
+            # `glob` returns the file of tokens only if it exists.
             for path in [*paths, *self.folder.glob(_TOKENS)]:
                 path.rename(aside / path.name)
 
@@ -139,7 +142,8 @@ class RecordFolder:
         """Write the file of a step, with `facts` in its metadata."""
         metadata = {_METADATA: json.dumps(facts, allow_nan=True).encode()}
         rows = rows.replace_schema_metadata(metadata)
-        # Rows of a prompt share many texts. Lists of numbers hardly repeat.
+        # Dictionary encoding is for columns of texts, many of which the rows of a prompt share.
+        # Lists of numbers hardly repeat.
         dictionaries = [field.name for field in SCHEMA if pa.types.is_string(field.type)]
 
         def write(draft: Path) -> None:
@@ -155,13 +159,18 @@ class RecordFolder:
         self._write(path, write)
 
     def _write(self, path: Path, write: Callable[[Path], None]) -> None:
-        """Write a file under another name, and rename it when it is complete."""
+        """Write a file under another name, and rename it when it is complete.
+
+        Args:
+            path: the file.
+            write: writes the content to the path that it is called with.
+        """
         draft = path.with_name(f"{_DRAFT}{path.name}")
         try:
             write(draft)
             draft.replace(path)
         except BaseException:
-            # An error here would hide that of the writing, such as a full disk.
+            # An error in the removal must not replace the first error, such as a full disk.
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
             raise
@@ -179,11 +188,11 @@ class RecordFolder:
         The newest step stays as it is.
 
         Args:
-            max_bytes: size above which the record shrinks, to 90 % of it.
-            max_steps: number of newest steps to keep; at least 1. Older steps are removed, or if a
-                replay needs them their texts.
-            first_needed_step: oldest step that a replay needs. It and later training steps may lose
-                their texts, but nothing else.
+            max_bytes: size above which the record shrinks, to 90 % of `max_bytes`.
+            max_steps: number of newest steps to keep; at least 1. Older steps are removed; those
+                that a replay needs only lose their texts.
+            first_needed_step: oldest step that a replay needs. This step and later training steps
+                may lose their texts, but nothing else.
 
         Returns:
             The size afterwards, in bytes; above `max_bytes` if the needed steps take more.
@@ -197,6 +206,7 @@ class RecordFolder:
         # Below the limit, so that not every later step rewrites files again.
         limit = 0.9 * max_bytes if num_bytes > max_bytes else max_bytes
 
+        # First pass: remove steps beyond `max_steps`, and texts.
         removable_paths = []
         for step, kind, path in entries:
             if step == steps[-1]:
@@ -210,13 +220,18 @@ class RecordFolder:
                 num_bytes += self._remove_texts(path)
             if not is_needed:
                 removable_paths.append(path)
+        # Second pass: if that is not enough, remove whole steps.
         for path in removable_paths:
             if num_bytes > limit:
                 num_bytes -= _remove(path)
         return num_bytes
 
     def _remove_texts(self, path: Path) -> int:
-        """Remove the texts of a step. Return the change of its size in bytes, negative or 0."""
+        """Remove the texts of a step, unless that has been done before.
+
+        Returns:
+            The change of the file's size in bytes, negative or 0.
+        """
         if read_facts(path).get("is_thinned"):
             return 0
         record = read_record(path)
@@ -281,7 +296,7 @@ def read_record(path: Path, columns: Sequence[str] | None = None) -> StepRecord:
     try:
         written_names = set(pq.read_schema(path).names)
         rows = pq.read_table(path, columns=[name for name in names if name in written_names])
-        # Columns that an older version did not write are null.
+        # Add the columns that an older version did not write, with nulls.
         for name in names:
             if name not in written_names:
                 field = SCHEMA.field(name)
@@ -321,7 +336,7 @@ def _remove(path: Path) -> int:
 
 def _damaged_error(path: Path, error: Exception) -> DataError:
     """Error for a file that cannot be read."""
-    # Messages of Arrow may go on for many lines.
+    # Only the first line: messages of Arrow may have many.
     reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
     return DataError(
         str(path),

@@ -23,6 +23,7 @@ _JSON_COLUMNS = (
     "reward_parts",
     "row",
 )
+"""Columns whose values are JSON, as text."""
 _SAMPLE_COLUMNS = (
     *("uid", "data_source", "score", "num_turns", "finish_reason", "reward_error"),
     *("prompt_ids", "response_ids", "messages", "reward_parts", "row"),
@@ -51,7 +52,11 @@ def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, An
 
     Args:
         row: `_SAMPLE_COLUMNS` of the record, with JSON parsed.
-        tokens: texts of the tokens. None: the sample says how many tokens there are.
+        tokens: texts of the tokens. None: a text says only how many tokens there are.
+
+    Returns:
+        The sample: an entry for each text and number, and one for each value that the grader
+        returned beside the score, as `reward/NAME` if the sample already has an entry NAME.
     """
     data_row = dict(row["row"] or {})
     reward_model = data_row.pop("reward_model", None) or {}
@@ -67,7 +72,8 @@ def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, An
     for name in ("num_turns", "finish_reason"):
         if row[name] is not None:
             sample[name] = row[name]
-    # A tool's answer that left no room for another turn is not among the messages.
+    # A tool's answer that left no room for another turn is not among the messages, so they end with
+    # the call of the tool.
     messages = row.get("messages")
     if row["finish_reason"] == "length" and messages and messages[-1].get("tool_calls"):
         sample[ANSWER_LEFT_OUT] = True
@@ -75,7 +81,7 @@ def sample_of(row: Mapping[str, Any], tokens: TokenTable | None) -> dict[str, An
         sample["row"] = data_row
     parts = dict(row["reward_parts"] or {})
     parts["reward_error"] = row["reward_error"] or ""
-    # A grader names its values itself, maybe like an entry of the sample.
+    # The grader chooses the names of its values, which may be those of entries of the sample.
     taken_names = set(sample)
     for name, value in parts.items():
         sample[f"reward/{name}" if name in taken_names else name] = value
@@ -99,8 +105,9 @@ def table_for_people(record: RecordFolder, step: int, kind: str = STEP) -> pd.Da
 
     Returns:
         One row for each rollout, with the texts `prompt` and `response`, all columns of the record,
-        `ratio` and `length` of the response. Columns of tokens have arrays. `ratio` [tokens] is the
-        probability under the trainer over that under the rollout.
+        `ratio`, and `length`, the number of tokens of the response. Columns of tokens have arrays.
+        `ratio` [tokens] is the probability under the trainer over that under the rollout. Without
+        rollouts the table is empty.
 
     Raises:
         DataError: the step is not recorded, or its file is damaged.

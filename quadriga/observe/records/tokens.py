@@ -23,8 +23,8 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 def _byte_level_alphabet() -> dict[str, int]:
     """Map the characters in the vocabulary of a byte-level tokenizer to bytes.
 
-    Printable characters of Latin-1 stand for their own byte. Characters from U+0100 on stand for
-    the other bytes, in order.
+    A printable character of Latin-1 stands for the byte of the same number. The other bytes, in
+    order, have the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -41,10 +41,10 @@ def token_bytes(tokenizer: Any) -> tuple[list[bytes], set[int]]:
     """Bytes of each token of a tokenizer.
 
     Args:
-        tokenizer: a tokenizer of transformers.
+        tokenizer: a tokenizer of transformers, or one of the user.
 
     Returns:
-        The bytes by token id, and the ids of special tokens.
+        The bytes of each token, in the order of token ids; and the ids of special tokens.
     """
     size = len(tokenizer)
     added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
@@ -54,12 +54,13 @@ def token_bytes(tokenizer: Any) -> tuple[list[bytes], set[int]]:
     if decoder is None:
         # A tokenizer of the user, whose tokens may be in any form.
         return [tokenizer.decode([number]).encode() for number in range(size)], special_ids
-    # The state of a `Sequence` lists its decoders; that of another decoder is a single one.
+    # The state of a decoder `Sequence` has a list of decoders. Another decoder is its own state.
     state = json.loads(decoder.__getstate__())
     decoders = {part["type"] for part in state.get("decoders", [state])}
     texts = []
     for number, token in enumerate(tokenizer.convert_ids_to_tokens(range(size))):
         if token is None:
+            # An id in the vocabulary's range without a token.
             texts.append(b"")
         elif number in added_tokens:
             texts.append(added_tokens[number].content.encode())
@@ -78,12 +79,14 @@ def _bytes_of(token: str, decoders: set[str]) -> bytes:
     if "ByteLevel" in decoders:
         if all(character in _ALPHABET for character in token):
             return bytes(_ALPHABET[character] for character in token)
+        # A token that was added as plain text.
         return token.encode()
+    # A byte that SentencePiece has no other token for, such as "<0x0A>".
     match = _BYTE_TOKEN.fullmatch(token)
     if match and "ByteFallback" in decoders:
         return bytes([int(match[1], 16)])
     if "WordPiece" in decoders:
-        # "##" marks a token that continues a word.
+        # "##" marks a token that continues a word. Any other token begins a word, after a space.
         is_inner = token.startswith("##")
         return token.removeprefix("##").encode() if is_inner else f" {token}".encode()
     return token.replace(_SPACE, " ").encode()
@@ -121,10 +124,10 @@ class TokenTable:
         pq.write_table(table, path, compression="zstd")
 
     def decode(self, ids: Iterable[int], *, skips_special: bool = False) -> str:
-        """Text of a sequence of tokens. An id outside the table is shown as `<|ID|>`.
+        """Text of a sequence of tokens.
 
         Args:
-            ids: token ids.
+            ids: token ids. An id outside the table is shown as `<|ID|>`.
             skips_special: whether to leave out special tokens.
         """
         parts = []

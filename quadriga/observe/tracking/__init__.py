@@ -54,7 +54,7 @@ class ConsoleBackend(TrackingBackend):
         # A line for each data source. Each column has a value and its change since the last one.
         columns = list(dict.fromkeys(result.column for result in results))
         cells: dict[str, list[str]] = {result.source: [] for result in results}
-        # All lines have their columns in the same order, that of the first data source.
+        # All lines have their columns in the same order, that of first appearance.
         for result in sorted(results, key=lambda result: columns.index(result.column)):
             cell = f"{result.column} {result.value:.3f}"
             key = (result.source, result.column)
@@ -84,7 +84,7 @@ class ConsoleBackend(TrackingBackend):
                     half = SHOWN_CHARACTERS // 2
                     omission = f"... ({len(text) - 2 * half} characters) ..."
                     text = f"{text[:half]} {omission} {text[-half:]}"
-                # The lines of a text stand below each other, to the right of the label.
+                # The label stands before the first line of a text; further lines are indented.
                 label = f"{INDENT * 2}{name.replace('_', ' '):<{width}}{INDENT}"
                 for line in text.splitlines() or [""]:
                     lines.append(f"{label}{line}".rstrip())
@@ -132,6 +132,7 @@ class Tracking(AbstractContextManager["Tracking"]):
         self._backends: list[TrackingBackend] = []
         facts = replace(facts, config=jsonable(facts.config))
         try:
+            # Names that occur twice are taken once.
             for name in dict.fromkeys(backends):
                 argument = progress if name == "console" else facts
                 with waiting(f"the tracker {name} to start"):

@@ -45,8 +45,8 @@ class RunFacts:
         directory: the run's directory, in which backends write files. `Tracking` creates it.
         resume_step: the step that this run continues from; 0 for a new run. Later steps that were
             recorded before the run was interrupted are computed again.
-        is_restart: whether the run began in this process, and goes on from `resume_step` after the
-            loss of a worker.
+        is_restart: whether the run began in this process, and continues from `resume_step` after
+            the loss of a worker. `resume_step` may then be 0.
     """
 
     project_name: str
@@ -58,7 +58,7 @@ class RunFacts:
 
     @property
     def is_continued(self) -> bool:
-        """Whether records that exist in the directory belong to this run."""
+        """Whether this run was begun before, so that records in the directory belong to it."""
         return self.resume_step > 0 or self.is_restart
 
     @property
@@ -67,7 +67,7 @@ class RunFacts:
         return self.resume_step + 1 if self.resume_step > 0 else 0
 
     def load_id(self, backend: str) -> str | None:
-        """Identity of the run at a tracking service; None for a run that is new there."""
+        """Identity of the run at a tracking service, as saved; None for a run that is new there."""
         path = self.directory / f".{backend}_run_id"
         if self.is_continued and path.exists():
             return path.read_text(encoding="utf-8").strip()
@@ -81,8 +81,9 @@ class RunFacts:
 class RecordedSteps:
     """Steps of a run that a service has recorded.
 
-    A service cannot delete records, so steps that are computed again are not sent again. The last
-    recorded steps are stored in a file of the run's directory, which survives a kill.
+    A service cannot delete records, so steps that are computed again are not sent again. The number
+    of the last step of each kind of record is stored in a file of the run's directory, which
+    survives a kill. A kind is the name of a method, such as `log`.
 
     Args:
         facts: facts about the run.
@@ -93,10 +94,10 @@ class RecordedSteps:
     def __init__(self, facts: RunFacts, backend: str, identity: str | None) -> None:
         self._path = facts.directory / f".{backend}_recorded"
         self._first = facts.first_step
-        self._last: dict[str, int] = {}  # last step of each kind of record, such as `log`
+        self._last: dict[str, int] = {}  # last recorded step of each kind
         if identity is not None and self._path.is_file():
             self._last = json.loads(self._path.read_text(encoding="utf-8"))
-        self._before = dict(self._last)  # last steps from earlier processes
+        self._before = dict(self._last)  # last steps that earlier processes recorded
         last = max(self._before.values(), default=-1)
         if last >= self._first:
             file = self._path.with_name(f".{backend}_run_id")
@@ -135,7 +136,7 @@ def skip_recorded(record: Callable[[Any, Any, int], None]) -> Callable[[Any, Any
 
 
 def sample_columns(samples: Sequence[Sample]) -> list[str]:
-    """All columns of the samples: the usual ones first, then others as they come."""
+    """All columns of the samples: the usual ones first, then the others in order of appearance."""
     names = dict.fromkeys(chain.from_iterable(samples))
     columns = [name for name in SAMPLE_COLUMNS if name in names]
     return list(dict.fromkeys([*columns, *names]))

@@ -67,7 +67,13 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 class _LineFile:
-    """File to which each line is appended completely or not at all. The first line opens it."""
+    """File to which each line is appended completely or not at all. The first line opens it.
+
+    Args:
+        path: the file. If this run is continued, lines of steps that it computes again are removed
+            from the file. The file of another run is renamed.
+        facts: facts about the run.
+    """
 
     def __init__(self, path: Path, facts: RunFacts) -> None:
         self._path = path
@@ -75,8 +81,8 @@ class _LineFile:
         if not path.exists():
             return
         if facts.is_continued:
-            # Lines of earlier steps stay, byte for byte. They are written to another file that is
-            # then renamed, so that a kill at this moment loses nothing.
+            # Keep the lines of earlier steps, byte for byte. Write them to another file and rename
+            # it, so that a kill at any moment loses nothing.
             earlier_lines = []
             for line, record in complete_lines(path):
                 if int(record["step"]) < facts.first_step:
@@ -88,6 +94,7 @@ class _LineFile:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         elif path.stat().st_size:
+            # metrics.jsonl of an earlier run becomes metrics.1.jsonl, or the next number.
             places = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
             path.rename(next(place for place in places if not place.exists()))
 
@@ -111,13 +118,14 @@ class _LineFile:
                 line = line[num_written:]
         except OSError as error:
             if self._descriptor is not None and size is not None:
-                # Remove the written part of the line, to which the next line would be appended.
+                # Remove the part of the line that was written.
                 os.ftruncate(self._descriptor, size)
             raise QuadrigaError(
                 str(self._path),
                 got=str(error.strerror or error),
                 expected="to append a line",
-                fix="The lines before it are whole; free the disk or the permission and continue the run.",
+                fix="Free space on the disk, or permit writing, and continue the run. The lines "
+                "before this one are complete.",
             ) from error
 
     def close(self) -> None:
@@ -130,8 +138,8 @@ class _LineFile:
 def complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Iterate over the lines of a file, without a last line that was cut by a kill.
 
-    Returns:
-        Each line as it is, and the record in it.
+    Yields:
+        Each line as bytes, and the record that it holds.
 
     Raises:
         DataError: a line is not one that the backend writes.
@@ -159,7 +167,8 @@ def jsonable(value: Any, convert: Callable[[Any], Any] = str) -> Any:
 
     Args:
         value: any value. NaN and the infinities become "NaN", "Infinity" and "-Infinity".
-        convert: makes a plainer value of an object without a JSON form, by default its text.
+        convert: converts an object without a JSON form; the result is converted again. By default
+            it is the object's text.
 
     Returns:
         The value as plain dicts, lists, texts, numbers and None.

@@ -49,8 +49,11 @@ _MODULES = {
 def import_package(logger: str) -> ModuleType:
     """Import the package of a backend.
 
+    Args:
+        logger: name of the backend in `trainer.logger`.
+
     Raises:
-        ConfigError: it is not installed or does not import; says how to install it.
+        ConfigError: the package is not installed, or its import fails.
     """
     module = _MODULES[logger]
     try:
@@ -60,18 +63,18 @@ def import_package(logger: str) -> ModuleType:
         raise ConfigError(
             f"trainer.logger={logger}",
             got=f"no usable package {module} ({error})",
-            expected="it to be installed",
+            expected="an installed package",
             fix=f"Install it with: pip install {package}; or take {logger} out of trainer.logger.",
         ) from error
 
 
 def check_services(names: Sequence[str]) -> None:
-    """Import the packages of the services in `trainer.logger`, and log in where that is needed.
+    """Import the packages of the services in `trainer.logger`, and log in to wandb.
 
-    Call it before anything is loaded, so that a run without its package or key ends early.
+    Call it before anything is loaded, so that a run without a package or a key ends early.
 
     Args:
-        names: names in `trainer.logger`. Those that are no services are skipped.
+        names: names in `trainer.logger`. Names of backends that are no services are skipped.
 
     Raises:
         ConfigError: a package or a key is missing.
@@ -100,7 +103,7 @@ class TensorboardBackend(TrackingBackend):
 
     def __init__(self, facts: RunFacts) -> None:
         module = import_package("tensorboard")
-        # TensorBoard hides the events of earlier processes from `purge_step` on.
+        # TensorBoard hides events from `purge_step` on that earlier processes have written.
         log_dir = str(facts.directory / "tensorboard")
         self._writer = module.SummaryWriter(log_dir=log_dir, purge_step=facts.first_step)
         config = json.dumps(facts.config, indent=2, default=str)
@@ -185,12 +188,14 @@ class MlflowBackend(TrackingBackend):
         self._mlflow = import_package("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            # MLflow refuses to write plain files, as they suit a run's directory, without this.
+            # Without this variable, MLflow refuses to write plain files, which fit into the run's
+            # directory.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (facts.directory / "mlruns").resolve().as_uri()
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
         identity = facts.load_id("mlflow")
         if identity is not None:
+            # The earlier process may have ended the run.
             self._client.update_run(identity, status="RUNNING")
         self._run_id = identity or self._begin(facts)
         self.steps = RecordedSteps(facts, "mlflow", identity)

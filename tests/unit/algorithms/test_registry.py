@@ -107,7 +107,7 @@ def test_function_of_a_file(tmp_path: Path) -> None:
     )
     assert get_adv_estimator_fn(f"{file}:plain")(3) == (3, 3)
     assert get_adv_estimator_fn(f"{file}:plain")(3) == (3, 3)
-    with pytest.raises(ConfigError, match="Say which function to take"):
+    with pytest.raises(ConfigError, match="name of the function to take"):
         get_adv_estimator_fn(str(file))
     with pytest.raises(
         ConfigError, match=r"adv_estimator: got no function 'plane'.*Did you mean 'plain'"

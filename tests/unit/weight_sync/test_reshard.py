@@ -81,7 +81,16 @@ def test_what_a_rank_has_does_not_travel() -> None:
 @pytest.mark.parametrize(
     ("having", "wanting", "words"),
     [
-        ([{"w": Box((0,), (2,))}], [{"w": Box((0,), (4,))}], "2 elements of rank 0's shard"),
+        (
+            [{"w": Box((0,), (2,))}],
+            [{"w": Box((0,), (4,))}],
+            "got 2 elements of rank 0's shard that no rank of the trainer holds",
+        ),
+        (
+            [{"w": Box((0,), (4,))}, {"w": Box((1,), (4,))}],
+            [{"w": Box((0,), (5,))}],
+            "got 3 elements of rank 0's shard that two ranks hold",
+        ),
         (
             [{"w": Box((0,), (2,))}],
             [{"v": Box((0,), (2,))}],

@@ -15,7 +15,7 @@ def test_a_missing_package_is_answered_with_how_to_get_it(monkeypatch):
         services.import_package("wandb")
     assert str(caught.value) == (
         "trainer.logger=wandb: got no usable package surely_not_a_module (No module named 'surely_not_a_module'), "
-        "expected it to be installed. Install it with: pip install wandb; or take wandb out of trainer.logger."
+        "expected an installed package. Install it with: pip install wandb; or take wandb out of trainer.logger."
     )
 
 
