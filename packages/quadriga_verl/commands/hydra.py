@@ -31,7 +31,7 @@ _WORD = re.compile(
     r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w./@:\-]*)(?:=(?P<value>.*))?", re.DOTALL
 )
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_NUMBER = re.compile(r"[-+]?(\d[\d_]*)?(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?(\d(_?\d)*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _CONSTANTS = {"null": None, "true": True, "false": False}
 # Characters that occur only in a value that is a list, a dictionary or quoted text.
 _STRUCTURED = re.compile(r"""[\[\]{},'"\\]""")
@@ -140,11 +140,7 @@ def parse_plain(text: str) -> Any:
     """Convert text without quotes to its value: a constant, a number, or the text itself."""
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
-    # The test below excludes a point at the end, as in "1.e", but "1." is a number.
-    if text.endswith(".") and text[:-1].isdigit():
-        return float(text)
-    has_digit = re.search(r"\d", text) is not None
-    if has_digit and text[-1] not in "._" and _NUMBER.fullmatch(text):
+    if _NUMBER.fullmatch(text):
         return float(text) if re.search(r"[.eE]", text) else int(text)
     return text
 
