@@ -37,7 +37,7 @@ _CONSTANTS = {"null": None, "true": True, "false": False}
 _STRUCTURED = re.compile(r"""[\[\]{},'"\\]""")
 # Characters that Hydra allows in plain text, but OmegaConf refuses or interprets.
 _OPAQUE = re.compile(r"[=$]")
-_PLACEHOLDER = re.compile(r"@reference(\d+)@")
+_PLACEHOLDER = re.compile(r"@hidden(\d+)@")
 
 
 # ---- words of a command line --------------------------------------------------------------------
@@ -91,23 +91,23 @@ def parse_value(text: str, key: str = "value") -> Any:
     Raises:
         ConfigError: the text is not a value.
     """
-    # References, and characters that OmegaConf would refuse, are replaced by placeholders while it
-    # parses the text.
+    # References, and the signs "=" and "$", are replaced by placeholders while OmegaConf parses the
+    # text: it would resolve the references, and refuse the signs.
     hidden = []
 
     def hide(match: re.Match[str]) -> str:
-        """Replace a match by a placeholder with its number."""
+        """Store the matched text in `hidden`, and return the placeholder `@hiddenNUMBER@`."""
         hidden.append(match[0])
-        return f"@reference{len(hidden) - 1}@"
+        return f"@hidden{len(hidden) - 1}@"
 
     def restore(value: Any) -> Any:
-        """Put the hidden text back in place of its placeholders, at any depth of a value."""
+        """Replace placeholders by the hidden texts, at any depth of a value."""
         if isinstance(value, dict):
-            return {str(name): restore(inner) for name, inner in value.items()}
+            return {restore(str(name)): restore(inner) for name, inner in value.items()}
         if isinstance(value, list):
             return [restore(inner) for inner in value]
         if isinstance(value, str):
-            # A reference may have been hidden inside another one.
+            # A hidden text may itself contain placeholders, as in `${a.${b}}`.
             return _PLACEHOLDER.sub(lambda match: restore(hidden[int(match[1])]), value)
         return value
 

@@ -49,6 +49,7 @@ def translated(*words: str, program: str = "main_ppo", version: str = VERSIONS[-
         ("[console,wandb]", ["console", "wandb"]),
         ("[\"a b\", 'c', 1.0, []]", ["a b", "c", 1.0, []]),
         ("{a:1, b: {c:[x,y]}}", {"a": 1, "b": {"c": ["x", "y"]}}),
+        ("{a=b: 1, ${c}: 2}", {"a=b": 1, "${c}": 2}),
         ("/data/a=b.parquet", "/data/a=b.parquet"),
         ("a\\,b", "a,b"),
     ],
