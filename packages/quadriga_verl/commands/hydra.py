@@ -192,7 +192,7 @@ class Tree:
 
         Args:
             key: the key.
-            above: keys that refer to this one, the first of them first.
+            above: keys whose references led to this key, the outermost first.
 
         Raises:
             KeyError: there is no such key.
@@ -255,7 +255,7 @@ class Tree:
         Raises:
             ConfigError: it cannot be resolved.
         """
-        # Split `FUNCTION:TARGET,DEFAULT`, of which a plain reference has only the target.
+        # Split `FUNCTION:TARGET,DEFAULT`. A reference without function has only the target.
         function, is_function, arguments = reference.partition(":")
         inner = arguments if is_function else reference
         target, has_default, default = inner.partition(",")
@@ -269,7 +269,8 @@ class Tree:
                 key,
                 got=f"${{{reference}}}",
                 expected="a reference that can be filled in",
-                fix="Write the value: of functions oc.select and oc.env are filled in.",
+                fix="Write the value, or set the environment variable that oc.env names. Of the "
+                "functions, only oc.select and oc.env are filled in.",
             )
         if target.startswith("."):
             # One dot means the section of the key, each further dot a section above.
@@ -285,7 +286,8 @@ class Tree:
                 key,
                 got=f"${{{reference}}}",
                 expected="a key that there is",
-                fix="Write the value, or name a key that there is; a variable of a shell is filled in by the shell.",
+                fix="Write the value, or name a key that there is. If it is a variable of the shell, let "
+                "the shell fill it in.",
             ) from None
 
 
@@ -294,7 +296,11 @@ class Tree:
 
 @cache
 def _read_defaults() -> dict[tuple[str, str], Values]:
-    """Read defaults.tsv: the defaults by key, for each tree and version."""
+    """Read defaults.tsv.
+
+    Returns:
+        The defaults by key, for each (tree, version). A version without the tree has no entry.
+    """
     defaults: dict[tuple[str, str], Values] = defaultdict(dict)
     for trees, key, *cells in read_rows("defaults.tsv"):
         # A cell per version: JSON, "^" for the cell to the left, "-" for no such key.
@@ -342,7 +348,8 @@ def read_config(path: Path, base: dict[str, Values], problems: list[ConfigError]
 
     Args:
         path: the file.
-        base: verl's defaults by name of the configuration file; those of the program under "".
+        base: verl's defaults by name of verl's configuration file. The entry "" has the defaults of
+            the program.
         problems: list to which problems are added.
 
     Returns:
@@ -403,7 +410,7 @@ def _entry_settings(
     if not group and stem in base:
         return base[stem]
     if group and package:
-        # A section of verl's own tree.
+        # A file of verl: its settings are in the program's defaults.
         return {key: value for key, value in base[""].items() if key.startswith(prefix)}
     # `GROUP: null` selects no file.
     if stem not in ("null", "None"):

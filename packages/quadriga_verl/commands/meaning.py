@@ -590,8 +590,7 @@ def set_processes(line: Line) -> None:
     for role in (ACTOR, "critic"):
         _fit_sequence_parallel(line, role, num_processes)
         programs.set_shard_size(line, role, num_processes)
-    # A line that trains with Megatron has further rules.
-    if line.rules != line.entry.rules:
+    if "megatron" in line.rule_names:
         programs.share_actor_sizes(line, ["critic"] if has_critic(line) else [])
     # A line that names a cluster runs on Ray, even with one process.
     if num_processes != 1 or "ray_kwargs.ray_init.address" in line.settings:
@@ -695,4 +694,4 @@ FINISH: dict[str, tuple[Callable[[Line], None], ...]] = {
     "fsdp_sft": (programs.set_supervised_run, set_schedules),
     "generation": (programs.cut_prompts_at_end,),
 }
-"""Functions that are called after all keys of a line, by the first name of `Entry.rules`."""
+"""Functions that are called after all keys of a line, by the first of `Entry.rule_names`."""
