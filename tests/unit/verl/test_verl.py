@@ -416,7 +416,7 @@ def test_what_losses_are_averaged_over_up_to_08() -> None:
             == mode
         )
         is_told = any(
-            "they are added up" in one for one in translated(VLLM, summed, version=version).notices
+            "adds them up" in one for one in translated(VLLM, summed, version=version).notices
         )
         assert is_told == (version != VERSIONS[-1])
 
