@@ -27,6 +27,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 """Headers of every response. The page runs no script and loads nothing but its own files."""
+# Media types by the ending of a file.
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
@@ -60,7 +61,8 @@ class ViewApp:
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     async def _file(self, request: Request) -> Response:
-        # The files hold no data of runs, and a browser asks for most of them without the token.
+        # "": no token is required. The files hold no data of runs, and a browser asks for most of them
+        # without the token.
         require_caller(request.scope, request.headers, "", self._hosts)
         name = request.path_params.get("name", "index.html")
         if name not in STATIC_FILES:
@@ -77,7 +79,7 @@ class ViewApp:
 
 
 def _respond_to_bad_call(request: Request, error: Exception) -> Response:
-    """Response to a request that is not allowed, or for an address that does not exist."""
+    """Response with text to a request that is not allowed, or for an address that does not exist."""
     # A CallError has `status`, Starlette's own error `status_code`.
     status = getattr(error, "status", None) or getattr(error, "status_code", 404)
     return PlainTextResponse(f"{error}\n", status, headers=HEADERS)
