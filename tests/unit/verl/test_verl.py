@@ -357,7 +357,7 @@ def test_sweeps_and_programs_and_versions_that_nobody_knows_are_told_with_the_re
     with pytest.raises(ConfigError, match="--check-file: got '/nowhere': No such file"):
         main(["--check-file", "/nowhere"])
     assert main(["--check", "main_none", *words]) == 2
-    assert "expected one that has an entry" in capsys.readouterr().err
+    assert "expected a known program of verl" in capsys.readouterr().err
     assert [version_of(one) for one in ("", "0.6", "verl-0.8.0.dev (2026-01)", "verl-recipe (2026-08)")] == [
         "0.10.0", "0.6.1", "0.8.0", "0.10.0",
     ]  # fmt: skip
