@@ -109,7 +109,7 @@ def test_arguments_of_calls_cannot_end_a_turn(serve: Callable[..., Served]) -> N
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "content[0].type: got a part of type 'image_url', expected 'text'. m takes no others",
+            "content[0].type: got a part of type 'image_url', expected 'text'. Leave the part out: m takes no others",
         ),
         (CHAT, {"messages": [USER] * 200}, "the prompt: got"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function: got nothing"),
