@@ -184,7 +184,8 @@ def _command_line(options: argparse.Namespace, words: list[str]) -> _CommandLine
     if source.suffix == ".sh":
         return _script_line(options, words)
     program = options.source
-    if not _is_known(program):
+    # The words may begin with a launcher, such as torchrun.
+    if not _is_program(program):
         program, words = find_program([program, *words]) or (program, words)
     return _CommandLine("the command line", program, words)
 
@@ -202,7 +203,7 @@ def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
     candidates = {}  # commands of verl, each with its program and arguments, by line
     for command in find_commands(text, os.environ):
         program_words = find_program(command.words)
-        if program_words and _is_known(program_words[0]):
+        if program_words and _is_program(program_words[0]):
             candidates[command.line] = (command, program_words)
     if not candidates:
         raise ConfigError(
@@ -249,10 +250,10 @@ def _check_words(command: Command, place: str, *, is_chosen: bool) -> None:
     raise ConfigError(place, got="; ".join(problems), expected="words that are all known", fix=fix)
 
 
-def _is_known(program: str) -> bool:
-    """Whether `find_entry` finds a program."""
+def _is_program(name: str) -> bool:
+    """Whether a word names a known program of verl."""
     try:
-        find_entry(program)
+        find_entry(name)
     except ConfigError:
         return False
     return True

@@ -67,11 +67,12 @@ def set_shard_size(line: Line, role: str, num_processes: int) -> None:
 
 
 def share_actor_sizes(line: Line, roles: list[str]) -> None:
-    """Give all roles on the actor's processes the actor's sizes, since Megatron requires that.
+    """Give all roles on the actor's processes the parallel sizes of the actor, as Megatron requires.
 
     Args:
         line: a line that trains with Megatron.
-        roles: roles on the processes of the actor, without the reward model.
+        roles: roles on the processes of the actor. The reward model is added if it has no processes of
+            its own.
     """
     sections = ("reward.reward_model", "reward_model")
     has_model = any(line.get(f"{section}.enable") for section in sections)
@@ -85,7 +86,7 @@ def share_actor_sizes(line: Line, roles: list[str]) -> None:
             actor_size = line.settings.get(f"{_ACTOR}.{name}", 1)
             if line.settings.get(key, 1) != actor_size:
                 line.note(
-                    "Roles that share processes have the actor's sizes: Megatron has one set of them in a process.",
+                    "Roles that share processes have the actor's sizes: Megatron has one set of sizes in a process.",
                     line.sources.get(key, key),
                 )
                 line.settings[key] = actor_size
@@ -184,7 +185,10 @@ _TOP_K = "forward_kl_topk"
 
 @rule_function
 def check_teacher_key(line: Line, key: str, value: Any) -> None:
-    """Check a key of distillation. `set_distillation` translates all of them together."""
+    """Note a key of distillation that has no effect, or refuse a `teacher_key` that has no counterpart.
+
+    `set_distillation` translates all keys of distillation together.
+    """
     if not line.get("distillation.enabled"):
         line.note()
         return
@@ -332,7 +336,10 @@ _V1 = "trainer.v1"
 
 @rule_function
 def check_v1_key(line: Line, key: str, value: Any) -> None:
-    """Check a key of the trainer since verl 0.10. `set_trainer_mode` translates its mode."""
+    """Refuse an unknown mode of the trainer since verl 0.10, and note its keys that have no effect.
+
+    `set_trainer_mode` translates the mode and the other keys.
+    """
     if key == f"{_V1}.trainer_mode":
         if value == "colocate_async":
             line.note()
@@ -342,12 +349,12 @@ def check_v1_key(line: Line, key: str, value: Any) -> None:
     # The other keys belong to the mode `separate_async`. `set_trainer_mode` reads these of them:
     is_read = key.endswith((".parameter_sync_step", "off_policy_threshold", "off_policy_strategy"))
     is_read = is_read or key.startswith(f"{_ROLLOUT}.")
-    if not (is_read and _is_separate(line)):
+    if not (is_read and _has_separate_rollout(line)):
         line.note()
 
 
-def _is_separate(line: Line) -> bool:
-    """Whether the trainer of verl 0.10 generates on processes of its own (`separate_async`)."""
+def _has_separate_rollout(line: Line) -> bool:
+    """Whether verl 0.10's trainer generates on separate processes (`trainer_mode=separate_async`)."""
     is_v1 = line.get("trainer.use_v1", True)
     return bool(is_v1) and line.get(f"{_V1}.trainer_mode") == "separate_async"
 
@@ -357,7 +364,7 @@ def set_trainer_mode(line: Line) -> None:
 
     A step of that trainer has `parameter_sync_step` updates. Here each update is a step.
     """
-    if not _is_separate(line):
+    if not _has_separate_rollout(line):
         return
     sync_key = f"{_V1}.separate_async.parameter_sync_step"
     num_updates = line.get(sync_key, 4)
@@ -419,7 +426,8 @@ def set_async_training(line: Line) -> None:
         if "rollout" not in role:
             placement[role] = pool
     placement |= {"actor": "all", "ref": "all", "critic": "all", "rollout": "generation"}
-    section = _ROLLOUT if _is_separate(line) else "rollout"
+    # verl's asynchronous programs have the numbers of processes in the section `rollout`.
+    section = _ROLLOUT if _has_separate_rollout(line) else "rollout"
     num_nodes = line.get(f"{section}.nnodes", 1) or 1
     pool = [line.get(f"{section}.n_gpus_per_node", 8)] * num_nodes
     pools = line.settings.get("trainer.resource_pools", {})
@@ -467,7 +475,10 @@ def set_expert_key(line: Line, key: str, value: Any) -> None:
 
 
 def replace_engine_for_replay(line: Line) -> None:
-    """Replace the engine by one that reports its choices of experts, if the update repeats them."""
+    """Replace a rollout engine that does not report its choices of experts, if the update repeats them.
+
+    Engines of the user, which are not in `ENGINES`, stay.
+    """
     traits = ENGINES.get(line.settings.get(f"{_ROLLOUT}.name", ""))
     repeats_choices = line.settings.get(f"{_ACTOR}.router_replay") == "rollout"
     if repeats_choices and traits is not None and not traits.reports_routes:
@@ -487,7 +498,7 @@ def replace_engine_for_replay(line: Line) -> None:
 
 @rule_function
 def check_rollout_dtype(line: Line, key: str, value: Any) -> None:
-    """Check the dtype of generation, which is the dtype of training here."""
+    """Refuse a dtype of generation that training does not have, because here both have the same one."""
     names = ("megatron.dtype", "fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype")
     trains_in_float16 = any(line.get(f"{_ACTOR}.{name}") in ("fp16", "float16") for name in names)
     is_possible = value in ("bfloat16", "float32", "auto", None)

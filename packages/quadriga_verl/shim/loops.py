@@ -775,6 +775,7 @@ class ToolAgentLoop(AgentLoopBase):
         Returns:
             The next state.
         """
+        # Without room left, which only `ignore_termination` allows, the limits of the conversation apply.
         num_left = self.response_length - len(agent_data.response_mask)
         if num_left > 0:
             sampling_params = {"max_tokens": num_left, **sampling_params}

@@ -93,6 +93,8 @@ class ToolResponse(BaseModel):
 class BaseTool(Tool):
     """Base class of verl's tools. All conversations share one object.
 
+    An instance, in verl's words, is the state that the object has for one conversation or call.
+
     Args:
         config: settings of the tool from the YAML file of tools.
         tool_schema: schema of the tool from that file. None: `get_openai_tool_schema` returns it.
@@ -121,7 +123,7 @@ class BaseTool(Tool):
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """Create an instance, and return its id and its first response."""
+        """Create an instance, and return its id and a first response, which Quadriga does not use."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Any) -> Any:

@@ -292,7 +292,7 @@ def test_addresses_that_cannot_be_served(
     monkeypatch.delenv("QUADRIGA_SERVE_KEY", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=r"port: got .*, expected a free port\. Another"):
+        with pytest.raises(ConfigError, match=r"port: got .*, expected a free port\. Set"):
             serve(overrides=[f"{SERVE}.port={port}"])
     config = serve(overrides=[f"{SERVE}.host=0.0.0.0"]).config
     with pytest.raises(ConfigError, match="without a key"):

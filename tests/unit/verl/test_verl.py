@@ -510,7 +510,7 @@ def test_a_reward_model_takes_the_place_of_a_function() -> None:
     )
     assert not line.refused
     assert line.config is not None and line.config.custom_reward_function.path is None
-    assert any("the function is not called" in notice for notice in line.notices)
+    assert any("The function is not called" in notice for notice in line.notices)
 
 
 def test_steps_of_the_separate_trainer_are_updates() -> None:
