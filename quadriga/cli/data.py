@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     """Show rows, schema and lengths of data files, one prompt as the model gets it, and the rows
     that would be left out, with the reason."""
     parser = argparse.ArgumentParser(prog="quadriga data inspect", description=main.__doc__)
+    # The only action of `quadriga data`.
     parser.add_argument("what", choices=("inspect",), help=argparse.SUPPRESS)
     parser.add_argument(
         "file", metavar="FILE", help="a parquet, json or jsonl file, a glob or a URL"

@@ -38,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     if temperature:
         sampling = f"--temperature {temperature:g}"
     print(f"sampling: {sampling}", file=sys.stderr)
+    # There are two uses: --data with --output, or --prompt alone. `val_files` may be in a --config file.
     if arguments.output is not None and not arguments.prompt and config.data.val_files:
         answer_rows(config, arguments.output)
         return 0

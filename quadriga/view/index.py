@@ -100,6 +100,7 @@ class RunIndex:
         self._is_quiet = is_quiet
         self.steps: dict[tuple[str, int], IndexedStep] = {}
         self.total = 0
+        # The file in the cache is named by a hash of the run's directory.
         folder = cache or cache_folder()
         digest = hashlib.sha256(str(run.directory.resolve()).encode()).hexdigest()[:24]
         self._path = folder / f"{digest}.parquet"

@@ -333,6 +333,7 @@ def _convert_hellaswag(row: SourceRow, where: str, folder: Path) -> Problem | No
     label = str(row["label"]).strip()
     if not label:
         return None
+    # The label is the number of the right ending, counted from 0. There are letters for 26 endings.
     has_ending = isinstance(endings, list) and label.isdecimal()
     if not has_ending or not int(label) < len(endings) <= 26:
         raise DataError(

@@ -229,9 +229,16 @@ class Tree:
         return root
 
     def _resolve_references(self, value: Any, key: str, above: tuple[str, ...]) -> Any:
-        """Resolve the references in the value of a key."""
+        """Resolve the references in the value of a key.
+
+        Args:
+            value: the value. Text may contain several references.
+            key: the key.
+            above: see `resolve`, with `key` as the last one.
+        """
         if isinstance(value, list):
             return [self._resolve_references(element, key, above) for element in value]
+        # Of nested references, the pattern finds the innermost one.
         while isinstance(value, str):
             match = _REFERENCE.search(value)
             if match is None:

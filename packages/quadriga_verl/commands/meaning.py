@@ -130,14 +130,19 @@ def set_loggers(line: Line, key: str, value: Any) -> None:
 def set_profiler_key(line: Line, key: str, value: Any) -> None:
     """Set the profiler's tool and steps, or the ranks of a role, if the tool exists here.
 
-    In verl a role profiles no rank unless it enables the profiler; here null means all ranks.
+    In verl a role profiles no rank unless it enables the profiler (`enable`, `ranks`, `all_ranks`).
+    Here there are only `ranks`, and null means all ranks.
     """
     section = key.rpartition(".")[0]
     if line.get("global_profiler.tool") not in _PROFILERS:
         line.note()
     elif section != "global_profiler":
-        ranks = None if line.get(f"{section}.all_ranks") else line.get(f"{section}.ranks", [])
-        line.set(f"{section}.ranks", ranks if line.get(f"{section}.enable", True) else [])
+        ranks = line.get(f"{section}.ranks", [])
+        if line.get(f"{section}.all_ranks"):
+            ranks = None
+        if not line.get(f"{section}.enable", True):
+            ranks = []
+        line.set(f"{section}.ranks", ranks)
     elif value is not None:
         line.set(key, value)
 
@@ -521,6 +526,7 @@ def set_rollout_key(line: Line, key: str, value: Any) -> None:
             line.set(key, "async" if has_turns else value)
             if has_turns and value == "sync":
                 line.note()
+                # verl's mode `sync` uses these files without being told; an agent loop must be chosen.
                 if any(line.get(f"{section}.{name}") for name in _CONVERSATION_FILES):
                     line.set(f"{ROLLOUT}.agent.default_agent_loop", "tool_agent")
         case "tensor_model_parallel_size":

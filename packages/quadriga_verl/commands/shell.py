@@ -330,7 +330,12 @@ class _Shell:
         return self._expand_command(words, is_run)
 
     def _expand_command(self, words: list[Any], is_run: Trilean) -> Command:
-        """Make a command by expanding its words."""
+        """Make a command by expanding its words.
+
+        Args:
+            words: the words, unexpanded.
+            is_run: whether the command is run. None: not known, which is a problem of the command.
+        """
         command = Command(self._line, notices=list(self._notices))
         for word in words:
             try:
@@ -425,6 +430,7 @@ class _Shell:
                     operands.append(self._expand_to_text(word))
             match operands:
                 case [first, sign, second] if sign in _COMPARISONS:
+                    # `[[ a = b* ]]` compares with a pattern, which is not decided.
                     is_pattern = "[[" in words and not set(second).isdisjoint("*?[")
                     if is_pattern:
                         return None

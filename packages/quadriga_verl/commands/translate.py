@@ -118,9 +118,11 @@ def _note_redundant_keys(line: Line, words: Sequence[str]) -> None:
         line: the line, with all keys translated.
         words: its arguments.
     """
+    # A key that was reported, or from which something was set, is not redundant. For the others the
+    # line is translated again without the key.
     reported_keys = {key for keys in line.ineffective_keys.values() for key in keys}
-    accounted_keys = reported_keys.union(line.sources.values())
-    for key in sorted(line.keys.from_user - accounted_keys):
+    effective_keys = set(line.sources.values())
+    for key in sorted(line.keys.from_user - reported_keys - effective_keys):
         if not line.keys.is_changed(key) or line.is_only_checked(key):
             continue
         line_without = compose(line.entry, words, line.version)
@@ -245,7 +247,7 @@ def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
             "--config-name",
             got=f"'{file}'",
             expected="a file that exists",
-            fix="The rest is read over the program's own defaults.",
+            fix="Check --config-path. Without the file, the words are read over the program's defaults.",
         )
         line.machine.append(problem)
         return

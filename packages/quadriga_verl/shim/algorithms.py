@@ -216,6 +216,7 @@ def to_verl_estimator(estimator: AlgorithmFunction) -> AlgorithmFunction:
         known = {name: value for name, value in kwargs.items() if name in parameters}
         arguments = signature(compute).bind_partial(*args, **known).arguments
         if config is not None:
+            # An option may be in `adv_options`, or in the section itself.
             options = config.get("adv_options") or {}
             for name in parameters:
                 value = options.get(name, config.get(name))

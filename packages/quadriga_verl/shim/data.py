@@ -186,6 +186,7 @@ class RLHFDataset(Dataset):
         row = dict(self.dataframe[item])
         messages = self._chat_of_row(row)
         row.pop(self.prompt_key, None)
+        # Columns with names that the training loop uses move into `extra_info`.
         row = set_aside(row)
         extra_info = row.get("extra_info") or {}
         return {

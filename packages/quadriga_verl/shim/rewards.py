@@ -89,6 +89,7 @@ class _ManagerAdapter(RewardManager):
             if outcome.error:
                 raise RewardError(name, got=outcome.error, expected="a number for each response")
         lengths = data.batch["attention_mask"][:, -num_positions:].long().sum(-1)
+        # Nothing has failed, so `collect` needs only the lengths of the samples, and accepts no errors.
         output = collect(Samples([], lengths, num_positions, []), outcomes, 0.0)
         # Managers of batches return a reward for each token, not only for the last one.
         return output if rewards is None else replace(output, scores=rewards.float())
