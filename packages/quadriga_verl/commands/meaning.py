@@ -526,7 +526,7 @@ def set_rollout_key(line: Line, key: str, value: Any) -> None:
             line.set(key, "async" if has_turns else value)
             if has_turns and value == "sync":
                 line.note()
-                # verl's mode `sync` uses these files without being told; an agent loop must be chosen.
+                # In verl, the mode `sync` calls tools if these files are set. Here an agent loop does so.
                 if any(line.get(f"{section}.{name}") for name in _CONVERSATION_FILES):
                     line.set(f"{ROLLOUT}.agent.default_agent_loop", "tool_agent")
         case "tensor_model_parallel_size":

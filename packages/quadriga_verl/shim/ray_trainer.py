@@ -322,7 +322,7 @@ class Tracking(tracking.Tracking):
 
     Args:
         project_name: name of the project.
-        experiment_name: name of the run.
+        experiment_name: the run's name.
         default_backend: name of a tracker, or a list of names.
         config: settings to store with the metrics.
     """
