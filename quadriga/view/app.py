@@ -61,6 +61,7 @@ class ViewApp:
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     async def _file(self, request: Request) -> Response:
+        """Answer `/` and `/static/NAME` with a file of the page."""
         # "": no token is required. The files hold no data of runs, and a browser asks for most of them
         # without the token.
         require_caller(request.scope, request.headers, "", self._hosts)
@@ -71,6 +72,7 @@ class ViewApp:
         return Response(read_static(name), headers=HEADERS, media_type=media_type)
 
     async def _answer(self, request: Request) -> Response:
+        """Answer `/api/NAME` with JSON, see `ViewData.answer`. Callers must have the token."""
         require_caller(request.scope, request.headers, self._token, self._hosts)
         name = request.path_params["name"]
         # Files are read in a thread, so that a large one does not keep other requests waiting.

@@ -87,6 +87,7 @@ class AdaptedMethod:
     arguments: tuple[Any, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> DataProto:
+        """Call the method with a batch, the only argument, and wait for the output."""
         (batch,) = (*args, *kwargs.values())
         return self.after(batch, self.method(self.before(batch), *self.arguments))
 

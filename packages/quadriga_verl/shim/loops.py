@@ -249,6 +249,12 @@ class _AdaptedLoop(AgentLoop):
         self.arguments = arguments
 
     async def run(self, chat: Conversation) -> None:
+        """Run a new object of `loop_class`, and write the tokens that it returns to the conversation.
+
+        Raises:
+            RolloutError: the sample has no messages, or see `_write_tokens`.
+            TypeError: the loop returns something else than an `AgentLoopOutput`.
+        """
         messages = chat.sample.messages
         if messages is None:
             raise RolloutError(
@@ -707,6 +713,13 @@ class ToolAgentLoop(AgentLoopBase):
         self.response_length = self.rollout_config.response_length
 
     async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput:
+        """Call the method of each state in turn, until the conversation is over.
+
+        Args:
+            sampling_params: parameters for the engine.
+            kwargs: columns of the row: `raw_prompt`, and optionally `tools_kwargs` and
+                `interaction_kwargs`, whose `name` selects a user simulator.
+        """
         data = AgentData(
             messages=list(kwargs["raw_prompt"]),
             request_id=uuid4().hex,

@@ -341,4 +341,11 @@ class Tracking(tracking.Tracking):
         super().__init__(names, facts)
 
     def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:
+        """Log the metrics of a step to all trackers.
+
+        Args:
+            data: metrics by name.
+            step: the step.
+            backend: ignored.
+        """
         super().log(data, step)

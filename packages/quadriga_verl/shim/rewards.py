@@ -44,7 +44,15 @@ Columns: TypeAlias = dict[str, Any]
 
 
 class _ManagerAdapter(RewardManager):
-    """Reward manager of Quadriga that calls a manager of verl, in the driver's process."""
+    """Reward manager of Quadriga that calls a manager of verl, in the driver's process.
+
+    The manager gets verl's arguments and `reward_model.reward_kwargs`, as far as its class has
+    parameters for them.
+
+    Args:
+        config: the resolved configuration.
+        tokenizer: tokenizer of the policy.
+    """
 
     manager_class: type[Any]  # set in subclasses, by `adapt_class`
 
@@ -77,6 +85,11 @@ class _ManagerAdapter(RewardManager):
         return self.manager_class(**accepted_arguments(self.manager_class, arguments))
 
     def __call__(self, data: DataProto) -> RewardOutput:
+        """Grade a batch.
+
+        Raises:
+            RewardError: the manager has returned no number for a response, or has another interface.
+        """
         name = self.manager_class.__name__
         num_positions = data.batch["responses"].shape[1]
         rewards = None

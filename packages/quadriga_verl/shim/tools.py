@@ -141,6 +141,16 @@ class BaseTool(Tool):
     def tool_spec(
         cls, config: Mapping[str, Any], schema: JsonObject | None, where: str
     ) -> ToolSpec:
+        """Make the shared object of a tool, and describe it to Quadriga.
+
+        Args:
+            config: settings of the tool in the file of tools.
+            schema: schema of the tool in that file. None: it has none.
+            where: place in the file, for errors.
+
+        Raises:
+            ConfigError: the tool is one of an MCP server, or has no schema.
+        """
         # `type` is a setting of verl's loader, not of the tool.
         settings = {name: value for name, value in config.items() if name != "type"}
         if config.get("type") == "mcp":
@@ -187,6 +197,14 @@ class ConversationTool(Tool):
         self.instance_id = result[0] if isinstance(result, tuple) else result
 
     async def execute(self, **kwargs: Any) -> str | WithImages:
+        """Execute a call of the model by the shared tool, and store the reward of the call.
+
+        Returns:
+            The response for the model.
+
+        Raises:
+            RolloutError: the response has a video.
+        """
         # `kwargs` has arguments of the model, of the row, and `agent_data` of the loop. The model's are
         # those in the schema. A schema that lists none accepts any: all but `agent_data` are then the
         # model's.
@@ -210,6 +228,7 @@ class ConversationTool(Tool):
         return WithImages(response.image, text) if response.image else text
 
     async def calc_reward(self, **kwargs: Any) -> Any:
+        """Reward of the conversation; None: no call had a reward, and the tool computes none."""
         if type(self.tool).calc_reward is BaseTool.calc_reward:
             return sum(self.call_rewards) if self.call_rewards else None
         return await _await_result(self.tool.calc_reward(self.instance_id, **kwargs))
@@ -239,6 +258,7 @@ class Gsm8kTool(BaseTool):
         self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
+        # By instance: the last answer, the ground truth, and the best score of an answer so far.
         self._states: dict[str, JsonObject] = {}
 
     async def create(
@@ -454,6 +474,7 @@ class BaseInteraction(Interaction):
 
     @classmethod
     def maker(cls, name: str, config: Mapping[str, Any]) -> Callable[[], Interaction]:
+        """Make the shared object, and return a function that makes the adapter of a conversation."""
         return partial(_ConversationSimulator, cls({**config, "name": name}))
 
 
