@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's programs: their names and defaults, and what runs in place of each."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -41,13 +40,11 @@ class Entry:
     notice: str = ""
 
 
-def _read_entries() -> Iterator[Entry]:
-    """Read programs.tsv, which separates modules by spaces and names of rules by commas."""
-    for name, modules, tree, rule_names, *other_cells in read_rows("programs.tsv"):
-        yield Entry(name, tuple(modules.split()), tree, tuple(rule_names.split(",")), *other_cells)
-
-
-ENTRIES = tuple(_read_entries())
+# programs.tsv separates modules by spaces, and names of rules by commas.
+ENTRIES = tuple(
+    Entry(name, tuple(modules.split()), tree, tuple(rule_names.split(",")), *other_cells)
+    for name, modules, tree, rule_names, *other_cells in read_rows("programs.tsv")
+)
 """The programs. If several match a name, the first one is used."""
 
 CONFIG_FILES = {
