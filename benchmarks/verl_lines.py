@@ -133,9 +133,9 @@ def _is_listed(line: Line, key: str) -> bool:
     if key in CONFIRMS:
         return True
     # A row may give a key another name, which has a row of its own.
-    rule = find_rule(line.rules, line.entry.task, key)
+    rule = find_rule(line.rule_names, line.entry.task, key)
     while rule is not None and rule.becomes == ">":
-        rule = find_rule(line.rules, line.entry.task, rule.argument)
+        rule = find_rule(line.rule_names, line.entry.task, rule.argument)
     return rule is not None and rule.becomes in ("values", "stop")
 
 

@@ -24,19 +24,20 @@ RUNS = {
     "eval": "quadriga.cli.generate:score",
     "export": "quadriga.cli.export:main",
 }
-"""Functions that run in place of verl's programs, imported on demand. Arguments: the configuration if
-there is one, and options."""
+"""Functions that run in place of verl's programs, by `Entry.run`. They are imported on demand, and called
+with `Line.config`, unless it is None, and with `Line.options` by name."""
 _EPILOG = f"programs: {', '.join(entry.name for entry in ENTRIES)}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Translate a command line of verl and run it, or print the translation.
+    """Translate a command line of verl and run it, or print the translation or the results of checks.
 
     Args:
         argv: words after `quadriga verl`.
 
     Returns:
-        The exit status: 2 if `--check` or `--check-file` finds something that is not supported.
+        The exit status: 2 if `--check` or `--check-file` finds something that is not supported, that of
+        the training with `--keep-alive`, else 0.
 
     Raises:
         ConfigError: the command line cannot be run.
@@ -101,7 +102,7 @@ def translate_program(program: str, words: Sequence[str], version: str) -> Line:
     Args:
         program: name of the program.
         words: its arguments.
-        version: version of verl, as `version_of` reads it.
+        version: text that names a version of verl, see `version_of`.
 
     Returns:
         The translation, whose problems are not raised.
@@ -148,20 +149,28 @@ def version_of(text: str) -> str:
             if version.startswith(f"{match[0]}."):
                 return version
     raise ConfigError(
-        "--verl", got=f"'{text}'", expected=f"one of {', '.join(VERSIONS)}", fix="Name the nearest."
+        "--verl",
+        got=f"'{text}'",
+        expected=f"one of {', '.join(VERSIONS)}",
+        fix="Name the nearest version.",
     )
 
 
 def _check_file(file: Path, version: str) -> int:
     """Check each line of a JSONL file, and print a result in JSON for each.
 
+    A line that cannot be read counts as one that is not accepted.
+
     Args:
-        file: its lines have the program as "entry", the arguments as "args", and may have "id" and
-            the version as "set".
-        version: version of all lines. "": that of the line.
+        file: each line is a JSON object with a program of verl ("entry"), its arguments ("args"), and
+            optionally a name for the result ("id") and the version of verl ("set").
+        version: version of verl for all lines. "": the version in the line, or else the latest.
 
     Returns:
         The exit status: 0 if all lines are accepted, else 2.
+
+    Raises:
+        ConfigError: the file cannot be read.
     """
     num_accepted = 0
     try:

@@ -38,7 +38,10 @@ _WITHOUT_EFFECT = ("any", "note", "values", "stop")
 
 
 def translate(argv: Sequence[str]) -> int:
-    """Print the YAML file.
+    """Print the translation of a command line as a YAML file.
+
+    The YAML has comments with the keys of verl that were translated, notices, and options that are
+    not keys. Problems that only this machine has are printed to standard error.
 
     Args:
         argv: words after `quadriga config translate`.
@@ -82,6 +85,7 @@ def translate(argv: Sequence[str]) -> int:
     left_out &= translation.keys.from_user
     if left_out:
         print(f"# Left out, for they have the defaults: {', '.join(sorted(left_out))}")
+    # A key's comment is the reason for another value than in verl, or verl's name for the key.
     comments = {}
     for key, source in translation.sources.items():
         comments[key] = translation.comments.get(key) or ("" if source == key else source)
@@ -109,7 +113,7 @@ def changed_keys(translation: Line) -> dict[str, Any]:
         if is_same(ours[key], list(default) if isinstance(default, tuple) else default):
             left_out.add(key)
     # The default of a key may depend on another key. So keys are put back until the configuration
-    # without the others is the same.
+    # without the remaining ones is the same.
     differing_keys = left_out
     while differing_keys and translation.config is not None:
         changed = {key: value for key, value in ours.items() if key not in left_out}
@@ -127,20 +131,20 @@ def verl_meanings(words: Sequence[str]) -> list[str]:
     """Explain why keys of verl's training programs have no effect here.
 
     Args:
-        words: the explained keys have all of these words in their names.
+        words: keys that contain all of these words are explained.
 
     Returns:
         A line "verl's KEYS: REASON" for each reason.
     """
     keys_by_reason = {}
-    for task, trees in (("rl", "ppo"), ("sft", "fsdp_sft,sft")):
+    for task, rule_names in (("rl", ("ppo",)), ("sft", ("fsdp_sft", "sft"))):
         for key in sorted(known_keys()):
             if not all(word.lower() in key for word in words):
                 continue
-            rule = find_rule(trees, task, key)
+            rule = find_rule(rule_names, task, key)
             if rule is not None and rule.becomes in _WITHOUT_EFFECT:
                 keys = keys_by_reason.setdefault(rule.sentence, [])
-                # A key may be in the trees of both tasks.
+                # A key may have the same row for both tasks.
                 if key not in keys:
                     keys.append(key)
     return [f"verl's {', '.join(keys)}: {reason}" for reason, keys in keys_by_reason.items()]
@@ -148,7 +152,14 @@ def verl_meanings(words: Sequence[str]) -> list[str]:
 
 @dataclass
 class _CommandLine:
-    """A command line of verl, and where it was found."""
+    """A command line of verl, and where it was found.
+
+    Attributes:
+        place: description of the place, for messages.
+        program: name, module or script of the program.
+        words: the program's arguments.
+        notices: notices about the shell script that contains the line.
+    """
 
     place: str
     program: str
@@ -173,7 +184,8 @@ def _command_line(options: argparse.Namespace, words: list[str]) -> _CommandLine
     if source.suffix == ".sh":
         return _script_line(options, words)
     program = options.source
-    if not _is_known(program):
+    # The words may begin with a launcher, such as torchrun.
+    if not _is_program(program):
         program, words = find_program([program, *words]) or (program, words)
     return _CommandLine("the command line", program, words)
 
@@ -188,11 +200,11 @@ def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
             got=getattr(error, "strerror", None) or str(error),
             expected="a readable shell script",
         ) from error
-    candidates = {}
+    candidates = {}  # commands of verl, each with its program and arguments, by line
     for command in find_commands(text, os.environ):
-        line = find_program(command.words)
-        if line and _is_known(line[0]):
-            candidates[command.line] = (command, line)
+        program_words = find_program(command.words)
+        if program_words and _is_program(program_words[0]):
+            candidates[command.line] = (command, program_words)
     if not candidates:
         raise ConfigError(
             options.source,
@@ -208,23 +220,24 @@ def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
             expected="one",
             fix="Name one with --line.",
         )
-    command, (program, program_words) = candidates[number]
+    command, (program, script_words) = candidates[number]
     place = f"{options.source}, line {number}"
     _check_words(command, place, is_chosen=options.line is not None)
-    return _CommandLine(place, program, [*program_words, *words], command.notices)
+    return _CommandLine(place, program, [*script_words, *words], command.notices)
 
 
 def _check_words(command: Command, place: str, *, is_chosen: bool) -> None:
-    """Raise a ConfigError if words of a command are unknown, or if it is not sure to be run.
+    """Raise a ConfigError if words of a command are unknown, or if it may not be run by the script.
 
     Args:
         command: the command.
-        place: its place in the script, for the error.
+        place: "SCRIPT, line NUMBER", for the error.
         is_chosen: whether the user has named its line, so that conditions before it do not matter.
     """
     problems = [text for text in command.problems if not (is_chosen and text == UNDECIDED)]
     if not problems:
         return
+    # Problems with a variable begin "NAME is not set" or "NAME is set".
     names = dict.fromkeys(re.findall(r"^(\w+) is (?:not )?set", "\n".join(problems), re.MULTILINE))
     script = place.partition(", line ")[0]
     command_line = f"quadriga config translate {script}"
@@ -237,10 +250,10 @@ def _check_words(command: Command, place: str, *, is_chosen: bool) -> None:
     raise ConfigError(place, got="; ".join(problems), expected="words that are all known", fix=fix)
 
 
-def _is_known(program: str) -> bool:
-    """Whether `find_entry` finds a program."""
+def _is_program(name: str) -> bool:
+    """Whether a word names a known program of verl."""
     try:
-        find_entry(program)
+        find_entry(name)
     except ConfigError:
         return False
     return True
@@ -251,9 +264,9 @@ def _lines(tree: Mapping[str, Any], comments: Mapping[str, str], above: str = ""
 
     Args:
         tree: nested values.
-        comments: comments by dotted key, written after the value. A dictionary with a comment is
-            one value.
-        above: key of the section that `tree` is, with a dot at its end; "" for all of it.
+        comments: comments by dotted key, written after the value. "": the key has none. A dictionary
+            whose key is here is written in a single line.
+        above: dotted key of the section `tree` with a dot at its end; "" for the whole tree.
     """
     indent = "  " * above.count(".")
     for name, value in tree.items():
@@ -264,6 +277,7 @@ def _lines(tree: Mapping[str, Any], comments: Mapping[str, str], above: str = ""
             continue
         # Text with line breaks would become several lines of YAML, and a comment fits on one line.
         has_line_breaks = isinstance(value, str | dict) and "\n" in str(value)
+        # `to_yaml` writes a list of one value as "[VALUE]" and a line break.
         text = json.dumps(value) if has_line_breaks else to_yaml([value])[1:-2]
         comment = comments.get(key)
         yield f"{indent}{name}: {text}" + (f"  # {comment}" if comment else "")

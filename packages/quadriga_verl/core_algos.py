@@ -48,7 +48,8 @@ def with_verl_signature(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Give an estimator verl's parameters.
 
-    Options may be passed by position, `uid` is called `index`, and there is no `rollout_id`.
+    Options, which are keyword-only in Quadriga, may be passed by position. `uid` is called `index`,
+    and `rollout_id` keeps its default.
     """
     original = signature(estimator)
     parameters = []
@@ -111,7 +112,9 @@ def compute_policy_loss(
         loss_agg_mode: see `agg_loss`.
 
     Returns:
-        pg_loss, pg_clipfrac, ppo_kl and pg_clipfrac_lower, all [].
+        The loss, and the means of three diagnostics over the response tokens, all []: share of clipped
+        tokens (pg_clipfrac), estimated divergence from the old policy (ppo_kl), and share of tokens
+        clipped by the dual clip (pg_clipfrac_lower).
 
     Raises:
         ConfigError: a side has no clip.

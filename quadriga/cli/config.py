@@ -85,7 +85,7 @@ def _print_keys(words: Sequence[str]) -> None:
 
     If there are none, print why verl's keys with these words have no counterpart.
     """
-    # A quoted argument may have several words.
+    # Words may be quoted together: `keys "kv cache"`.
     words = " ".join(words).split()
     text = keys_text(words)
     if not text and find_spec("quadriga_verl"):
@@ -95,7 +95,7 @@ def _print_keys(words: Sequence[str]) -> None:
             "quadriga config keys",
             got=" ".join(words),
             expected="part of a key's name or meaning",
-            fix="No key has it.",
+            fix="No key has it: try other or fewer words.",
         )
     print(text, end="")
 
@@ -107,10 +107,10 @@ def _print_section(title: str, lines: Collection[object]) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of a command with a configuration (`add_config_arguments`).
+    """Parse the arguments of a command that loads a configuration.
 
     Args:
-        parser: parser of the command.
+        parser: parser of the command, with the arguments of `add_config_arguments`.
         argv: words after the name of the command.
 
     Raises:
@@ -156,11 +156,11 @@ def load_from(
 ) -> Config:
     """Load the configuration that parsed arguments name.
 
-    Notices are printed on standard error, so that standard output remains YAML.
+    Notices are printed on standard error, because standard output may be YAML.
 
     Args:
-        options: the parsed arguments.
-        settings: values by key that other options of the command set; None is no value.
+        options: the parsed arguments (`add_config_arguments`). An option `--ray` also counts.
+        settings: values by key that other options of the command set. A key with None is not set.
         for_training: whether to make the checks of a training run.
         task: the task, unless the arguments name one.
     """

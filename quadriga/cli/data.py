@@ -24,7 +24,7 @@ else:
     # It loads torch and transformers, which only a tokenizer needs.
     data_tokens = LazyModule("quadriga.cli.data_tokens")
 
-_BATCH_ROWS = 256
+_BATCH_ROWS = 256  # rows that are read at once
 _NUM_BARS = 12  # bars of a histogram
 _BAR_WIDTH = 40  # characters of the longest bar
 
@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     """Show rows, schema and lengths of data files, one prompt as the model gets it, and the rows
     that would be left out, with the reason."""
     parser = argparse.ArgumentParser(prog="quadriga data inspect", description=main.__doc__)
+    # The only action of `quadriga data`.
     parser.add_argument("what", choices=("inspect",), help=argparse.SUPPRESS)
     parser.add_argument(
         "file", metavar="FILE", help="a parquet, json or jsonl file, a glob or a URL"
@@ -63,15 +64,16 @@ def inspect(config: Config, path: Path, row: int, num_rows: int) -> None:
     """Print the contents of a data file.
 
     Args:
-        config: a configuration. Tokens are counted if it has a model or a tokenizer.
+        config: a configuration. If it has a model or a tokenizer, lengths are numbers of tokens, and
+            a row is printed as the model gets it; else lengths are characters.
         path: the data file.
-        row: the row to print as a model gets it.
+        row: number of the row to print as the model gets it.
         num_rows: number of rows to print as they are.
 
     Raises:
         DataError: the file cannot be read, or does not have the row.
     """
-    errors = []
+    errors = []  # of lines that cannot be read
     data = config.data
     table = read_table(path, data.cache_dir, errors, data.chat_columns)
     if not 0 <= row < len(table):
@@ -87,7 +89,7 @@ def inspect(config: Config, path: Path, row: int, num_rows: int) -> None:
     is_chat = data.messages_key in table.columns and data.prompt_key not in table.columns
     key = data.messages_key if is_chat else data.prompt_key
     if key not in table.columns:
-        print(f"no column {key!r}: data.prompt_key or data.messages_key names the one to measure")
+        print(f"no column {key!r}: set data.prompt_key or data.messages_key to the one to measure")
     elif not (config.actor_rollout_ref.model.path or data.tokenizer):
         lengths = []
         for rows in table.batches([key], _BATCH_ROWS):
@@ -100,7 +102,10 @@ def inspect(config: Config, path: Path, row: int, num_rows: int) -> None:
 
 
 def _schema_lines(table: RowTable) -> Iterator[str]:
-    """Yield a line for each column: its type, or its types in JSON, and its number of nulls."""
+    """Yield a line for each column: its type and its number of nulls.
+
+    Columns of JSON have no declared type: the types of their values are listed.
+    """
     num_nulls = Counter[str]()
     json_types = {name: Counter[str]() for name in table.columns}
     for rows in table.batches(table.columns, _BATCH_ROWS):
@@ -117,7 +122,12 @@ def _schema_lines(table: RowTable) -> Iterator[str]:
 
 
 def histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
-    """Yield lines with the quantiles of lengths, and a histogram of ranges of equal width."""
+    """Yield lines with the quantiles of lengths, and a histogram of ranges of equal width.
+
+    Args:
+        lengths: the lengths. Without any, no line is yielded.
+        unit: name of the unit, for the first line.
+    """
     if len(lengths) == 0:
         return
     quantiles = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1], method="inverted_cdf")
@@ -127,6 +137,7 @@ def histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
     # Ranges of equal width from the shortest to the longest.
     first = int(first)
     last = int(last)
+    # Rounded up, so that there are at most `_NUM_BARS` ranges.
     range_width = max(1, -(-(last + 1 - first) // _NUM_BARS))
     edges = np.arange(first, last + 1, range_width)
     counts = np.bincount(np.searchsorted(edges, lengths, "right") - 1, minlength=len(edges))

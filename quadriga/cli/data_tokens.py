@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quadriga data inspect` with a model: lengths in tokens, and a row as the model gets it.
 
-Apart from `quadriga.cli.data`, because it loads torch and transformers.
+This module loads torch and transformers, so `quadriga.cli.data` imports it only if there is a model.
 """
 
 import base64
@@ -40,7 +40,7 @@ _NUM_LISTED = 20  # bad or long rows to list
 
 
 class _Chats(MultiTurnSFTDataset):
-    """Conversations of a file that may have no usable one."""
+    """Conversations of a file. Unlike its base class, it accepts a file without usable conversations."""
 
     may_be_empty = True
 
@@ -51,11 +51,12 @@ def print_chats(config: Config, path: Path, row: int) -> None:
     Args:
         config: a configuration with a model or a tokenizer.
         path: the data file.
-        row: the conversation to print, among those that can be used.
+        row: number of the conversation to print among those that can be used; the last one if there
+            are fewer.
     """
     data = config.data
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
-    skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
+    skipping_data = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
     options = {}
     model_path = config.actor_rollout_ref.model.path
     if model_path:
@@ -64,7 +65,7 @@ def print_chats(config: Config, path: Path, row: int) -> None:
             "stop_token_ids": declared_stop_token_ids(model_path),
             "vocabulary_size": embedding_limit(config, encoder.tokenizer),
         }
-    chats = _Chats([path], encoder.tokenizer, skips, **options)
+    chats = _Chats([path], encoder.tokenizer, skipping_data, **options)
     print(*histogram(np.array([len(chat.ids) for chat in chats.rows]), "tokens"), sep="\n")
     print(f"bad: {len(chats.bad_rows)} rows")
     if chats.rows:
@@ -79,7 +80,7 @@ def print_prompts(config: Config, table: RowTable, row: int, errors: list[DataEr
         config: a configuration with a model or a tokenizer.
         table: the rows of the data file.
         row: the row to print.
-        errors: errors of bad lines, which are listed with those of bad rows.
+        errors: errors of lines that cannot be read, which are listed with those of bad rows.
     """
     data = config.data
     processor = build_processor(config) if config.actor_rollout_ref.model.path else None
@@ -97,7 +98,7 @@ def print_prompts(config: Config, table: RowTable, row: int, errors: list[DataEr
     print(*histogram(lengths[lengths != BAD], "tokens"), sep="\n")
     _print_left_out(lengths, data.max_prompt_length, [*errors, *row_errors])
     if lengths[row] == BAD:
-        print(f"row {row} is one of the bad rows; --row N shows another")
+        print(f"row {row} is one of the bad rows; show another by --row N")
         return
 
     values = table[row]
@@ -114,13 +115,19 @@ def print_prompts(config: Config, table: RowTable, row: int, errors: list[DataEr
         print(f"video {number}: {frames}, {clip.size[1]} x {clip.size[0]}")
     for number, picture in enumerate(pictures):
         print(f"image {number}: {picture.width} x {picture.height}")
-        drawing = _drawn(picture)
+        drawing = _terminal_drawing(picture)
         if drawing is not None:
             print(drawing)
 
 
 def _print_left_out(lengths: np.ndarray, limit: int, errors: list[DataError]) -> None:
-    """Print the rows that are too long, and those that cannot be used."""
+    """Print the rows that are too long, and those that cannot be used.
+
+    Args:
+        lengths: tokens of each row; `BAD` for one that cannot be used.
+        limit: largest length.
+        errors: why rows cannot be used.
+    """
     long_rows = np.flatnonzero(lengths > limit)
     print(f"over data.max_prompt_length={limit}: {len(long_rows)} of {len(lengths)} rows")
     for number in long_rows[:_NUM_LISTED]:
@@ -137,7 +144,7 @@ def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] |
     Args:
         encoder: decodes the tokens.
         ids: token ids.
-        is_learned: whether each token is learned. None: not known.
+        is_learned: whether the loss counts each token. None: not known, and none is marked.
     """
     texts = []
     for index, token_id in enumerate(ids):
@@ -150,8 +157,12 @@ def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] |
     print("|".join(texts))
 
 
-def _drawn(picture: Any) -> str | None:
-    """Escape codes that draw an image in the terminal; None if the terminal cannot do so."""
+def _terminal_drawing(picture: Any) -> str | None:
+    """Text that draws an image when it is printed, in the escape codes of iTerm or Kitty.
+
+    Returns:
+        The text. None: standard output is no terminal, or one that cannot draw images.
+    """
     kind = os.environ.get("TERM_PROGRAM", "") + os.environ.get("TERM", "")
     is_iterm = "iTerm" in kind or "WezTerm" in kind
     is_kitty = "kitty" in kind or "ghostty" in kind

@@ -39,7 +39,7 @@ _THREAD_VARIABLES = (
     "KMP_AFFINITY",
     "KMP_BLOCKTIME",
 )
-_LEAST_VLLM = "0.30"
+_LEAST_VLLM = "0.30"  # oldest usable version
 _SGLANG = Extra("sglang", "sglang", "0.5.23", "generates: rollout.name=sglang", ".[sglang]")
 
 
@@ -119,7 +119,11 @@ def _print_machine() -> bool:
 
 
 def core_requirements() -> list[Requirement]:
-    """Packages that the core needs, from the installed distribution or a checkout's pyproject.toml."""
+    """Packages that the core needs, from the installed distribution or a checkout's pyproject.toml.
+
+    Raises:
+        ConfigError: there is neither.
+    """
     try:
         declared = requires("quadriga") or []
     except PackageNotFoundError:
@@ -168,7 +172,11 @@ def _print_line(is_fine: bool, name: str, version: str, remark: str, *, no: str 
 
 
 def _machine_lines() -> list[str]:
-    """Describe this machine, and the choices that runs make for it."""
+    """Describe this machine, and the choices that runs make for it.
+
+    Raises:
+        ImportError, OSError: torch cannot be loaded.
+    """
     torch = import_module("torch")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     variables = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]

@@ -29,7 +29,8 @@ else:
     # It loads torch, which only a model needs.
     evaluate = LazyModule("quadriga.trainer.evaluate")
 
-_SERVER_LIBRARIES = frozenset({"openenv"})  # a server has the names of its environments
+_SERVER_LIBRARIES = frozenset({"openenv"})
+"""Libraries whose environments are named by the address of a server, so that none can be listed."""
 _MAX_SHOWN_CHARACTERS = 2000
 
 
@@ -78,6 +79,7 @@ def play_with_model(options: argparse.Namespace) -> int:
             f"{ROLLOUT}.trace_dir": folder,
         }
         evaluate.evaluate(load_from(options, settings))
+        # The traces have a line of JSON for each episode.
         lines = [
             line
             for file in sorted(Path(folder).iterdir())
@@ -89,7 +91,7 @@ def play_with_model(options: argparse.Namespace) -> int:
         print(record["prompt"][:_MAX_SHOWN_CHARACTERS])
         for turn in [*record["turns"], *record["unread"]]:
             if turn["role"] == "assistant":
-                # `text` has the special tokens too, so a reply of nothing else is not invisible.
+                # `text` includes special tokens, so that a reply of nothing else is visible, too.
                 print(f"> {turn['text'][:_MAX_SHOWN_CHARACTERS]}")
                 continue
             for message in turn["messages"]:
@@ -103,7 +105,7 @@ def play_with_model(options: argparse.Namespace) -> int:
 
 
 def list_environments(library: str | None) -> None:
-    """Print the names of the environments of a library, or of all with their numbers."""
+    """Print the environments of a library, or, for None, each library with its number of environments."""
     for name in LIBRARIES if library is None else [library]:
         if name in _SERVER_LIBRARIES:
             print(f"{name}:ws://HOST:PORT    a server of OpenEnv")
@@ -125,9 +127,9 @@ def play_at_random(config: Config, num_episodes: int, max_turns: int) -> int:
     """Play episodes with random actions; return 1 if one failed, else 0.
 
     Args:
-        config: its section `env` names the environment.
+        config: a configuration whose section `env` names the environment.
         num_episodes: number of episodes.
-        max_turns: an episode ends after so many turns.
+        max_turns: number of turns after which an episode is ended.
     """
     status = 0
     with closing(EnvironmentPool(config.env)) as pool:

@@ -20,9 +20,10 @@ from quadriga.models.vision import copy_processor
 from quadriga.models.weight_files import INDEX, set_readable
 from quadriga.trainer.checkpoint import MANIFEST, model_folder, verify
 
-# Larger models are written in several files, which hubs and file systems handle more easily.
 FILE_BYTES = 5 * 10**9
+"""Largest file. Larger models are written in several files, which hubs handle more easily."""
 SINGLE_FILE = "model.safetensors"
+"""Name of the file of a model that fits into one."""
 
 
 def main(argv: list[str]) -> int:
@@ -51,16 +52,17 @@ def main(argv: list[str]) -> int:
     dtype_name = arguments.dtype or ("float32" if arguments.adapter else "bfloat16")
     dtype = getattr(torch, dtype_name)
     disable_progress_bar()
-    parts = None if arguments.adapter else _load(folder, dtype)
+    # An adapter is not loaded as a model: its weights are converted one by one.
+    model_and_tokenizer = None if arguments.adapter else _load(folder, dtype)
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
-        if parts is None:
+        if model_and_tokenizer is None:
             shutil.copyfile(folder / ADAPTER_CONFIG, arguments.output / ADAPTER_CONFIG)
             files = AdapterFiles(folder)
             factors = {name: files.read(name).to(dtype) for name in files.shapes}
             write_factors(arguments.output, factors)
         else:
-            model, tokenizer = parts
+            model, tokenizer = model_and_tokenizer
             _save(model, tokenizer, arguments.output)
             copy_processor(model.config, arguments.output, folder)
     except QuadrigaError:
@@ -72,14 +74,23 @@ def main(argv: list[str]) -> int:
             f"--output {arguments.output}",
             got=f"{type(error).__name__}: {error}",
             expected="room and permission to write the model",
-            fix="The files written so far are not complete.",
+            fix="Make room, and export again: the files written so far are not complete.",
         ) from error
     print(f"{folder} -> {arguments.output} ({dtype_name})")
     return 0
 
 
 def _check_folders(arguments: argparse.Namespace, folder: Path) -> None:
-    """Check the checkpoint, and that the output does not replace existing files."""
+    """Raise an error if the checkpoint cannot be exported, or the output would replace files.
+
+    Args:
+        arguments: arguments of the command.
+        folder: model folder of the checkpoint.
+
+    Raises:
+        CheckpointError: there is no checkpoint or no adapter, it is damaged, or it is the output itself.
+        ConfigError: the output has files.
+    """
     output = arguments.output
     where = f"--output {output}"
     if not folder.is_dir():
@@ -89,6 +100,7 @@ def _check_folders(arguments: argparse.Namespace, folder: Path) -> None:
             expected="a run or a checkpoint",
             fix="Check the path.",
         )
+    # The folder may be inside a checkpoint, whose files are then compared with its list of them.
     for parent in (folder.parent, folder.parent.parent):
         if (parent / MANIFEST).is_file():
             verify(parent)
@@ -97,7 +109,7 @@ def _check_folders(arguments: argparse.Namespace, folder: Path) -> None:
             where,
             got="the folder that is exported",
             expected="another one",
-            fix="Its weights would be replaced by rounded ones.",
+            fix="Name another folder: the weights would be replaced by rounded ones.",
         )
     if not arguments.overwrite and output.is_dir() and any(output.iterdir()):
         raise ConfigError(
@@ -131,11 +143,11 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write model and tokenizer into a folder, which may have files of an earlier export."""
-    # Written separately below: save_pretrained refuses the sampling settings of some models.
+    # `save_pretrained` refuses the sampling settings of some models. They are written separately below.
     generation_config = model.generation_config
     model.generation_config = GenerationConfig()
-    # An earlier export may have had another number of files. transformers would leave these, and
-    # load the weights in them.
+    # An earlier export may have had another number of files. `save_pretrained` would not remove them,
+    # and transformers would later load their weights.
     for name in (SINGLE_FILE, INDEX):
         (folder / name).unlink(missing_ok=True)
     model.save_pretrained(folder, max_shard_size=FILE_BYTES)

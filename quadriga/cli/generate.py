@@ -38,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     if temperature:
         sampling = f"--temperature {temperature:g}"
     print(f"sampling: {sampling}", file=sys.stderr)
+    # There are two uses: --data with --output, or --prompt alone. `val_files` may be in a --config file.
     if arguments.output is not None and not arguments.prompt and config.data.val_files:
         answer_rows(config, arguments.output)
         return 0
@@ -111,7 +112,7 @@ def _load_config(arguments: argparse.Namespace) -> Config:
 
 
 def answer_rows(config: Config, output_path: str | Path) -> None:
-    """Write the rows of data.val_files with their responses, and print the number of rows."""
+    """Write the rows of data.val_files with their responses to a file, and print the number of rows."""
     log_to(Path(output_path).parent)
     num_rows = evaluate.answer_files(config, Path(output_path))
     print(f"{num_rows} rows: {output_path}")
@@ -144,7 +145,7 @@ def distribute_images(
             "--image",
             got=f"{IMAGE} {num_places} times in the prompts, and --image {len(images)} times",
             expected="one for each",
-            fix=f"Write {IMAGE} in the place of an image.",
+            fix=f"Write {IMAGE} in the prompts once for each --image.",
         )
     # Each prompt takes the next images, as many as it has places.
     remaining_images = iter(images)
@@ -153,7 +154,7 @@ def distribute_images(
 
 def grade(argv: Sequence[str]) -> int:
     """Generate responses to all prompts of data.val_files with the sampling of rollout.val_kwargs,
-    and print the metrics; or grade the responses in a file."""
+    grade them and print the metrics; or grade the responses in a file."""
     parser = argparse.ArgumentParser(prog="quadriga eval", description=grade.__doc__)
     parser.add_argument(
         "model",
@@ -203,7 +204,10 @@ def score(
 
 
 def _print_grades(grades: "evaluate.Grades") -> None:
-    """Print each metric with its 95 % confidence interval, and pass@k if all scores are 0 or 1."""
+    """Print each metric with its 95 % confidence interval, if it has one.
+
+    If all scores are 0 or 1, metrics that are also known as pass@k are marked.
+    """
     is_binary = all(row["score"] in (0, 1) for row in grades.rows)
     width = max(map(len, grades.metrics), default=0)
     for name, value in grades.metrics.items():

@@ -16,12 +16,12 @@ from quadriga.openmp import threads_for_load
 def load_module(name: str, purpose: str = "") -> Any:
     """Import a module, with a notice if that takes long.
 
-    If torch is loaded with it, its threads wait for each other in the way that fits the machine's
-    load.
+    If the module loads torch, the threads of torch wait for each other in the way that fits the
+    machine's load (`quadriga.openmp`).
 
     Args:
         name: name of the module.
-        purpose: text after "waiting for" in the notice; "": the name of the module.
+        purpose: text after "waiting for" in the notice. "": "the module NAME".
     """
     # Notices of a long wait must not be in the standard output, which may be data.
     emit = partial(print, file=sys.stderr, flush=True)
@@ -40,7 +40,8 @@ class LazyModule(ModuleType):
 
     Args:
         name: name of the module.
-        load: function that imports it; default: with a notice if that takes long.
+        load: function that imports the module by its name. The default prints a notice if that takes
+            long.
     """
 
     def __init__(self, name: str, load: Callable[[str], Any] = load_module) -> None:

@@ -73,16 +73,20 @@ _TRACEBACK_OPTION = "--traceback"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status."""
+    """Run a command; return its exit status.
+
+    Args:
+        argv: words of the command line. None: those of this process, whose streams and child processes
+            then belong to the command.
+    """
     if argv is None:
-        # If Python code calls this function, the streams belong to the caller.
         os.environ.pop(streams.LOG_VARIABLE, None)
         streams.install()
     status = 0
     try:
         status = _run_command(argv)
         if sys.stdout is not None:
-            # Here and not at exit, so that a failure decides about the status.
+            # Not only at exit, because a failure must change the status.
             sys.stdout.flush()
     except OSError as error:
         # The loss of standard output is reported below.
@@ -118,10 +122,11 @@ def _run_command(argv: Sequence[str] | None) -> int:
     if options.command not in COMMANDS:
         hint = did_you_mean(options.command, COMMANDS) or f"There are {', '.join(COMMANDS)}."
         parser.error(f"no command {options.command!r}. {hint}")
-    # Not if Python code calls `main`: its other processes must not be ended with the command.
+    # If Python code calls `main`, its other processes must not be ended with the command.
     guardian = Guardian() if argv is None and options.command in GUARDED else None
     if argv is None:
         keep_modules()
+    # Output that cannot be written is an error, except for commands that go on without it.
     if options.command not in GOES_ON:
         streams.raise_failures()
     try:
@@ -129,7 +134,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
             return _call_command(options.command, options.arguments, has_traceback)
         finally:
             if guardian is not None:
-                # The processes are being ended already, so a second Ctrl-C changes nothing.
+                # Ignore a second Ctrl-C while the processes are being ended below.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
         if has_traceback:
@@ -185,11 +190,14 @@ def _call_command(command: str, arguments: list[str], has_traceback: bool) -> in
 
     Args:
         command: name of the command.
-        arguments: its words.
-        has_traceback: whether to raise errors instead.
+        arguments: words after the name.
+        has_traceback: whether to raise errors instead of printing them.
 
     Returns:
         The exit status.
+
+    Raises:
+        Exception: an error that is not expected of a command, which is a fault of the program.
     """
     try:
         module, _, function = COMMANDS[command][0].partition(":")
@@ -206,6 +214,7 @@ def _call_command(command: str, arguments: list[str], has_traceback: bool) -> in
         )
         return 1
     except ModuleNotFoundError as error:
+        # A missing module of Quadriga itself is a fault.
         if has_traceback or (error.name or "quadriga").split(".")[0] == "quadriga":
             raise
         print(
@@ -216,9 +225,9 @@ def _call_command(command: str, arguments: list[str], has_traceback: bool) -> in
         return 1
     except UnicodeEncodeError as error:
         encoding = sys.getfilesystemencoding()
+        # In a locale without UTF-8, this is a file name from a configuration or a data file.
         if has_traceback or encoding == "utf-8" or lookup(error.encoding) != lookup(encoding):
             raise
-        # This is a file name from a configuration or a data file.
         print(
             f"quadriga {command}: got {error.object[:200]!a}, expected text in {encoding}, the "
             "encoding of this locale. Set LC_ALL=C.UTF-8.",

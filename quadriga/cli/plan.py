@@ -37,6 +37,7 @@ else:
     layer_times = LazyModule("quadriga.workers.layer_times", import_module)
 
 _RUN = "quadriga.trainer.task_runner"
+"""Module that a run imports, whose memory `measure_cpu` counts."""
 _ABOUT = """Predict the memory of each phase on each rank and the time of a step, the largest token
 budget that fits, what limits, and the layouts that fit by speed. Of the models only config.json is
 read. The status is 1 if the plan does not fit."""
@@ -89,7 +90,8 @@ def main(argv: Sequence[str]) -> int:
         decoder = read_sizes(_config_file(path), {}) if path else sizes[ACTOR]
         sizes[CRITIC] = decoder.with_value_head()
     if devices.is_cpu:
-        # Refuses models without formulas before their layers are measured.
+        # `plan_roles` raises an error for models without formulas. Call it before layers are measured,
+        # which takes long.
         roles = plan_roles(config, devices, lengths, sizes, itemsize)
         devices = layer_times.measure_cpu(
             config, devices, roles, lengths, dtype=dtype, imported=_RUN
@@ -107,12 +109,14 @@ def main(argv: Sequence[str]) -> int:
 def unmeasured_cpu(count: int, dtype: str) -> Devices:
     """This machine's CPU, as devices whose speed has not been measured.
 
+    Speeds are 0, which `layer_times.measure_cpu` replaces.
+
     Args:
         count: number of ranks that share the cores and the memory.
-        dtype: dtype that computes.
+        dtype: dtype of computations.
     """
-    # In another dtype the rollout packs float32 copies of the layers' weights.
-    is_narrow = dtype == "bfloat16" and products.has_fast_bfloat16()
+    # The rollout packs the layers' weights in bfloat16 if the CPU computes fast in it, else in float32.
+    packs_bfloat16 = dtype == "bfloat16" and products.has_fast_bfloat16()
     memory_bytes = machine.available_bytes() / count
     return Devices(
         name=CPU,
@@ -122,17 +126,20 @@ def unmeasured_cpu(count: int, dtype: str) -> Devices:
         bytes_per_s=0.0,
         link_bytes_per_s=math.inf,
         source="not measured",
-        packed_itemsize=2 if is_narrow else 4,
+        packed_itemsize=2 if packs_bfloat16 else 4,
     )
 
 
 def _mean_length(kind: str, mean: float | None, longest: int) -> float:
-    """Check a mean length in tokens; half of the longest if none is given.
+    """Return a mean length in tokens: that of the option, or else half of the longest.
 
     Args:
         kind: "prompt" or "response".
-        mean: value of the option.
+        mean: value of the option `--mean-KIND`. None: it is not given.
         longest: largest length that the configuration allows.
+
+    Raises:
+        ConfigError: the mean is not above 0, or above the largest length.
     """
     if mean is None:
         return longest / 2

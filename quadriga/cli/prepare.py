@@ -119,7 +119,11 @@ def _prepare_playground(options: argparse.Namespace) -> None:
 
 
 def _import_recipe(name: str) -> ModuleType:
-    """Import a module of `quadriga_recipes`, which may be missing: a run does not need it."""
+    """Import a module of `quadriga_recipes`, a package that a run does not need.
+
+    Raises:
+        DataError: the package is not installed.
+    """
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -128,6 +132,6 @@ def _import_recipe(name: str) -> ModuleType:
         raise DataError(
             "quadriga prepare",
             got="no package quadriga_recipes",
-            expected="it, in the wheel of quadriga or in the folder recipes/ of its repository",
-            fix="Install quadriga again; in its repository scripts/install does.",
+            expected="the package, which is in the wheel and in the folder recipes/ of the repository",
+            fix="Install quadriga again, in its repository by scripts/install.",
         ) from error

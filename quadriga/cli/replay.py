@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--yes", action="store_true", help="replay for more than 5 minutes")
     options = parser.parse_args(list(argv))
     until = options.until
+    # What --uid shows is known once there are advantages.
     if options.uid and not until:
         until = "advantages"
     request = run.ReplayRequest(

@@ -21,7 +21,7 @@ from quadriga.workers.generation import num_positions
 _ABOUT = f"""Serve a model: POST /v1/chat/completions and /inference/v1/generate, GET /v1/models.
 
 Callers need the key in the environment variable {KEY_VARIABLE}, if it is set."""
-_LONGEST = 8192
+_LONGEST = 8192  # default limit for tokens of prompt and response
 # Ctrl-C ends the command within this time, even in the middle of a long computation.
 _END_S = 1.2
 _STATUS_OF_INTERRUPT = 130
@@ -99,7 +99,7 @@ def serve(config: Config) -> None:
 
 
 def _limit_length(config: Config) -> Config:
-    """Set `rollout.max_model_len` to what the model can take, unless it is set."""
+    """Set `rollout.max_model_len` to the model's positions or `_LONGEST`, unless it is set."""
     policy = config.actor_rollout_ref
     if policy.rollout.max_model_len is not None:
         return config

@@ -90,16 +90,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _start(config: Config, restart_command: Sequence[str]) -> int:
-    """Train; errors name keys in the task's spelling.
+    """Train. Errors name keys in the task's spelling.
 
     Args:
         config: the run.
-        restart_command: words of the command to restart if a signal ends it; empty: no restart.
+        restart_command: words after `quadriga` of the command to restart if a signal ends it; empty:
+            it is not restarted.
 
     Returns:
         The exit status.
     """
     try:
+        # A process that was started by `keep_run_alive` trains itself.
         if restart_command and not is_kept_alive():
             return keep_run_alive(config, restart_command)
         run_ppo(config, process_start_time())

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(list(argv))
     if options.steps and not options.export:
-        raise ConfigError("--steps", got="no --export", expected="both, or neither")
+        raise ConfigError("--steps", got="no --export", expected="--steps only with --export")
     data = ViewData([Path(run).expanduser() for run in options.runs])
     if options.export:
         path = Path(options.export).expanduser()
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             expected="Starlette and uvicorn",
             fix="Install them: pip install -e '.[serve]'. --export works without them.",
         ) from error
-    # A run on this machine must not become slower.
+    # Lower the priority of this process, so that a run on this machine does not become slower.
     os.nice(10)
     server = server_class(data, options.host, options.port)
     num_runs = len(data.names())
@@ -82,7 +82,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse_steps(text: str | None) -> list[int] | None:
-    """Parse a list of steps such as `1,5,10-20`; None stays None."""
+    """Parse a list of steps such as `1,5,10-20`; None stays None.
+
+    Raises:
+        ConfigError: the text has another form, or a range has over `_MAX_RANGE` steps.
+    """
     if text is None:
         return None
     error = ConfigError("--steps", got=text, expected="numbers and ranges, as in 1,5,10-20")

@@ -22,23 +22,25 @@ from quadriga.serve.requests import Call
 def sampled_log_probs(call: Call, completion: Completion) -> list[float] | None:
     """Log-probability of each token under the distribution from which it was sampled.
 
-    Third-party engines may report only the unfiltered distribution that training needs, and NaN
-    where they do not know it.
+    Third-party engines may report log-probabilities only under the unfiltered distribution, which
+    training needs, and NaN where they do not know them.
 
     Args:
         call: the call.
-        completion: its completion.
+        completion: completion of the call.
 
     Returns:
-        A value for each token. None: the engine does not report them, nor does the call ask.
+        A value for each token. None: the engine does not report them, but the call does not ask for
+        them.
 
     Raises:
-        CallError: the call asks for them, and the engine does not report them.
+        CallError: the call asks for log-probabilities that the engine does not report.
     """
     log_probs = completion.sampling_log_probs or completion.log_probs
     # A greedy choice has the probability 1.
     if call.sampling.is_greedy:
         return [0.0] * len(completion.token_ids)
+    # Without filters, both distributions are the same.
     is_known = bool(completion.sampling_log_probs) or not has_filters(call.sampling)
     if is_known and all(map(math.isfinite, log_probs)):
         return list(log_probs)
@@ -48,7 +50,7 @@ def sampled_log_probs(call: Call, completion: Completion) -> list[float] | None:
         "logprobs",
         got="none from the engine, or NaN",
         expected="one for each token",
-        fix="Some engines have none beside filters, or other temperatures than the configured one.",
+        fix="Leave out logprobs, or the filters and the temperature: with them, some engines report none.",
         status=501,
     )
 
@@ -60,8 +62,8 @@ def generate_body(
 
     Args:
         call: the call.
-        completion: its completion.
-        log_probs: log-probabilities that `sampled_log_probs` returned.
+        completion: completion of the call.
+        log_probs: result of `sampled_log_probs`.
     """
     choice: JsonObject = {
         "index": 0,
@@ -84,15 +86,15 @@ def chat_body(
 
     Args:
         call: the call.
-        completion: its completion.
-        log_probs: log-probabilities that `sampled_log_probs` returned.
+        completion: completion of the call.
+        log_probs: result of `sampled_log_probs`.
         policy: the served policy.
     """
     with policy.lock:
         text = policy.encoder.decode(completion.token_ids, with_special=call.keeps_special)
         if completion.finish_reason == "stop":
-            # The tokens include the stop string that ended them, the text does not.
-            # Which of the stop strings ended the response is not reported.
+            # The tokens include the stop string that ended the response, but the text must not. The
+            # engine does not report which one it was, so the text is cut at the first of any.
             for stop in call.sampling.stop:
                 text = text.partition(stop)[0]
         message = _assistant_message(call, completion, text, policy)
@@ -130,11 +132,11 @@ def chat_body(
 
 
 def chat_events(body: JsonObject, *, has_usage: bool) -> Iterator[str]:
-    """Convert a finished answer to server-sent events: role, content, finish reason.
+    """Convert a finished answer to server-sent events: first the role, then the content, then the end.
 
     Args:
-        body: answer of `/v1/chat/completions`.
-        has_usage: whether an event with the numbers of tokens follows.
+        body: answer of `/v1/chat/completions`, as `chat_body` makes it.
+        has_usage: whether to add an event with the numbers of tokens.
 
     Yields:
         The events, each as the text to send.
@@ -149,7 +151,7 @@ def chat_events(body: JsonObject, *, has_usage: bool) -> Iterator[str]:
         chunk |= {"object": "chat.completion.chunk", "choices": choices, **fields}
         return f"data: {json.dumps(chunk)}\n\n"
 
-    # The role, and the prompt if the call asks for token ids.
+    # The role, and the token ids of the prompt if the call asks for token ids.
     delta = {"role": "assistant", "content": ""}
     prompt = {name: body[name] for name in ("prompt_token_ids",) if name in body}
     yield format_event({"index": 0, "delta": delta, "finish_reason": None}, **prompt)
@@ -169,11 +171,14 @@ def chat_events(body: JsonObject, *, has_usage: bool) -> Iterator[str]:
 def _assistant_message(
     call: Call, completion: Completion, text: str, policy: ServedPolicy
 ) -> JsonObject:
-    """Make the message of the assistant. It has `tool_calls` if all calls can be read.
+    """Make the message of the assistant.
+
+    If the call offers tools, and all tool calls in the completion can be read, the message has
+    `tool_calls`, and `content` is the text before them.
 
     Args:
         call: the call.
-        completion: its completion.
+        completion: completion of the call.
         text: text of the completion.
         policy: the served policy.
     """
@@ -184,8 +189,8 @@ def _assistant_message(
     calls = policy.parser(text_with_special, call.schemas)
     if not calls or any(tool_call.problem for tool_call in calls):
         return message
-    # The content is the text before the calls. In formats without this tag, special tokens begin
-    # a call, and it cannot be told where the text before it ends.
+    # In formats without this tag, special tokens begin a call. `text` does not have them, so the end of
+    # the text before the call is not known, and the content is null.
     content, has_tag, _ = text.partition("<tool_call>")
     message["content"] = (content.strip() if has_tag else "") or None
     message["tool_calls"] = [

@@ -39,13 +39,18 @@ MAX_CALLS = 256
 KEEP_ALIVE_S = 10.0
 """Interval of comments in a stream that waits for its answer, in seconds. They keep proxies from closing it."""
 _INLINE_BYTES = 64 << 10
-_BYTES_PER_TOKEN = 4
+"""Texts below this size are tokenized in the event loop, see `_run_tokenizer`."""
+_BYTES_PER_TOKEN = 4  # about, of text
 _MAX_SESSION_CHARACTERS = 256
 _NUM_TIMED = 10_000
+"""Number of the latest calls whose times `/metrics` shows."""
 
 Reader: TypeAlias = Callable[[Any, ServedPolicy], Call]
+"""Reads the body of a call, which is decoded JSON."""
 LogProbs: TypeAlias = list[float] | None
+"""Result of `sampled_log_probs`."""
 Writer: TypeAlias = Callable[[Call, Completion, LogProbs], JsonObject]
+"""Makes the body of an answer."""
 Result = TypeVar("Result")
 
 
@@ -132,8 +137,8 @@ class PolicyApp:
         return answer
 
     def _error_response(self, error: QuadrigaError) -> Response:
-        """Make the answer of a call that raised an error, and count it."""
-        # Errors of the engine are not the client's fault. It may send the call again.
+        """Make the answer of a call that raised an error, and count it by its status."""
+        # Errors of the engine are not the client's fault: the status tells it to send the call again.
         refusal = error
         if not isinstance(refusal, CallError):
             is_lost = isinstance(error, EngineLostError | WorkerLostError)
@@ -173,7 +178,10 @@ class PolicyApp:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _metrics(self, request: Request) -> Response:
-        """Answer `/metrics` in the text format of Prometheus."""
+        """Answer `/metrics` in the text format of Prometheus.
+
+        `quadriga_serve_own_seconds` are quantiles of the latest calls' times without the engine.
+        """
         lines = [f"{name} {count}" for name, count in sorted(self._counts.items())]
         lines.append(f"quadriga_serve_calls_in_flight {self._num_calls}")
         times = sorted(self._overheads_s)
@@ -201,6 +209,10 @@ class PolicyApp:
             request: the call.
             read: reads the body.
             write: makes the body of the answer.
+
+        Raises:
+            QuadrigaError: the call is refused, or there is no completion. Errors of a streamed answer
+                are sent as an event instead.
         """
         started = time.perf_counter()
         session = request.headers.get("x-session-id", "")
@@ -233,7 +245,7 @@ class PolicyApp:
         """Receive the body of a call.
 
         Raises:
-            CallError: it is refused, or does not arrive in time.
+            CallError: the body is refused (see `read_body`), or does not arrive in time.
         """
         try:
             body = read_body(request.receive, request.headers)
@@ -253,7 +265,7 @@ class PolicyApp:
         Returns:
             The result of the function.
         """
-        # A long conversation takes seconds, and so may a small file with a large image.
+        # A long conversation takes seconds. So may a small body, if its image has many pixels.
         is_short = num_bytes < _INLINE_BYTES and self.policy.processor is None
         if is_short and not self.policy.lock.locked():
             return work()
@@ -264,11 +276,12 @@ class PolicyApp:
     ) -> JsonObject:
         """Generate the answer to a call.
 
-        If this fails, the number of the call is given back, so that its repetition has its seed.
+        If this fails, the number of the call is given back (`Ask.give_back`), so that a repetition of the
+        call has the same seed.
 
         Args:
             request: the call.
-            call: its body, after checks.
+            call: the checked body of the call.
             write: makes the body of the answer.
             started: when the call arrived, by `time.perf_counter`.
 
@@ -283,7 +296,7 @@ class PolicyApp:
         images_key = "" if call.images is None else call.images.key
         ask = self._seeds.ask(session, call.prompt, images_key, is_retry=is_retry)
         try:
-            # The time in the engine does not count as the server's own.
+            # Measure the time in the engine, which is subtracted below.
             before = time.perf_counter()
             completion = await self._completion(request, call, ask)
             engine_s = time.perf_counter() - before
@@ -314,8 +327,8 @@ class PolicyApp:
 
         Args:
             request: the call.
-            call: its body, after checks.
-            ask: the call's number and seed.
+            call: the checked body of the call.
+            ask: number and seed of the call. The seed is used unless the client has set one.
 
         Raises:
             CallError: the client has disconnected, the time limit has passed, the server is
@@ -330,7 +343,7 @@ class PolicyApp:
         # `cancel_all` may have run before this call was in the set.
         if self.is_closing:
             work.cancel()
-        # Of a stream, Starlette itself watches the connection.
+        # If the answer is streamed, Starlette itself watches the connection.
         waiting: set[asyncio.Future[Any]] = {work}
         if not call.is_streamed:
             waiting.add(asyncio.ensure_future(_wait_for_disconnect(request)))
@@ -339,6 +352,7 @@ class PolicyApp:
             if work.cancelled():
                 raise _shutdown_error()
             if not work.done():
+                # The other task has ended: the client has disconnected. Else the time has passed.
                 if any(task.done() for task in waiting):
                     self._counts["quadriga_serve_clients_gone_total"] += 1
                     raise CallError("call", got="a client that is gone", status=499)
@@ -361,11 +375,11 @@ class PolicyApp:
     async def _stream_events(
         self, call: Call, answer: Callable[[], Awaitable[JsonObject]]
     ) -> AsyncIterator[str]:
-        """Yield the events of a streamed answer: comments until it is finished, then all of it.
+        """Yield the events of a streamed answer: comments while it is generated, then the whole answer.
 
         Args:
-            call: the call.
-            answer: generates the body of the answer.
+            call: the checked body of the call.
+            answer: generates the body of the answer. An error that it raises becomes an event.
         """
         task = asyncio.ensure_future(answer())
         try:
@@ -393,17 +407,19 @@ class PolicyApp:
 
         Args:
             request: the call.
-            call: its body, after checks.
-            ask: the call's number and seed.
-            completion: its completion.
-            log_probs: log-probabilities after the filters; None: the engine does not report them.
+            call: the checked body of the call.
+            ask: number and seed of the call.
+            completion: completion of the call.
+            log_probs: result of `sampled_log_probs`: log-probabilities under the distribution after the
+                filters. None: the engine does not report them.
 
         Raises:
             CallError: the file cannot be written.
         """
         if self._record_file is None:
             return
-        is_known = all(map(math.isfinite, completion.log_probs))
+        # An engine that reports no log-probabilities before the filters returns NaN for them.
+        has_log_probs = all(map(math.isfinite, completion.log_probs))
         line = {
             "time": time.time(),
             "path": request.url.path,
@@ -412,9 +428,10 @@ class PolicyApp:
             "seed": call.sampling.seed if call.has_seed else ask.seed,
             "prompt_ids": call.prompt,
             "token_ids": completion.token_ids,
-            # After the filters, and before them; null if the engine does not report them.
+            # Log-probabilities after temperature and filters (top-k, top-p, min-p); null: not known.
             "sampled_log_probs": log_probs,
-            "log_probs": completion.log_probs if is_known else None,
+            # Log-probabilities after the temperature alone, as training uses them; null: not known.
+            "log_probs": completion.log_probs if has_log_probs else None,
             "versions": completion.token_versions,
             "finish_reason": completion.finish_reason,
         }

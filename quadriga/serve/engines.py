@@ -27,16 +27,16 @@ PAUSE_S = 1.0  # pause after an error of an engine, which may be restarting
 
 
 class EngineLine:
-    """State of an engine. The lock of `Engines` guards it.
+    """Calls of an engine. The lock of `Engines` guards them.
 
     Args:
         exchange: exchanges calls with the engine.
 
     Attributes:
         exchange: as in the arguments.
-        is_open: whether the engine took calls in the last exchange.
-        running: its unfinished calls, by number.
-        cancelled: numbers of cancelled calls, of which the next exchange tells the engine.
+        is_open: whether the engine's queue was open in the last exchange, so that it takes calls.
+        running: unfinished calls of the engine, by number.
+        cancelled: numbers of cancelled calls, which the next exchange passes to the engine.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -55,7 +55,8 @@ class Engines:
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
         self._numbers = count()
-        # Guards everything below, and the state of the lines.
+        # The lock that guards the attributes below and the lines. It is notified of new and cancelled
+        # calls and of `close`, for which the threads wait.
         self._changed = Condition()
         self._waiting: deque[ServedCall] = deque()
         self._futures: dict[int, asyncio.Future[Completion]] = {}
@@ -91,7 +92,8 @@ class Engines:
             return await future
         finally:
             with self._changed:
-                # A call that has its outcome has no future any more.
+                # `_settle_calls` has removed the future of a call that has its outcome. Other calls were
+                # cancelled.
                 if self._futures.pop(call.number, None) is not None:
                     if call in self._waiting:
                         self._waiting.remove(call)
@@ -110,7 +112,10 @@ class Engines:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self, line: EngineLine) -> None:
-        """Main function of an engine's thread: exchange calls with it until `close` is called."""
+        """Main function of an engine's thread: exchange calls with it until `close` is called.
+
+        If an exchange raises an error, all calls of the engine end with it, and the thread pauses.
+        """
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -118,10 +123,10 @@ class Engines:
                 )
                 if self._is_closed:
                     return
-                # The exchange takes place without the lock, because it waits for the engine.
                 calls = self._take_share(line)
                 cancelled = line.cancelled
                 line.cancelled = []
+            # Without the lock, because the exchange waits for the engine.
             try:
                 reply = line.exchange(calls, cancelled)
             except Exception as error:  # raised in `generate`, where the calls are awaited
@@ -134,7 +139,7 @@ class Engines:
                 self._settle_calls(line, reply.outcomes)
 
     def _take_share(self, line: EngineLine) -> list[ServedCall]:
-        """Give an open engine its share of the waiting calls. The caller holds the lock.
+        """Move an engine's share of the waiting calls to `line.running`. The caller holds the lock.
 
         Returns:
             The calls that the engine gets now; empty if its queue is closed.
@@ -152,17 +157,19 @@ class Engines:
         return calls
 
     def _settle_calls(self, line: EngineLine, outcomes: Iterable[tuple[int, Outcome]]) -> None:
-        """Give the outcomes of calls to those who await them. The caller holds the lock.
+        """Pass the outcomes of calls to their futures. The caller holds the lock.
 
         Args:
             line: the engine.
-            outcomes: outcomes with the numbers of their calls.
+            outcomes: numbers of calls, with their outcomes. None: the engine gives the call back, which
+                waits for an engine again.
         """
         for number, outcome in outcomes:
             call = line.running.pop(number, None)
             if call is None:  # cancelled
                 continue
-            if outcome is None:  # given back; first in the queue, since it has waited longest
+            if outcome is None:
+                # In front of the queue, because the call has waited longest.
                 self._waiting.appendleft(call)
                 continue
             future = self._futures.pop(number)

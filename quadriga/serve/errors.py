@@ -14,7 +14,7 @@ class CallError(QuadrigaError):
 
     Args:
         where: the field or header that is wrong, or the part of the server that failed.
-        got: its value, or what happened.
+        got: value of the field or header, or what happened.
         expected: what was expected instead.
         fix: advice, as a sentence.
         status: HTTP status. Clients repeat calls that were answered by 429, or 500 and above.

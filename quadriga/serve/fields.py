@@ -26,10 +26,10 @@ class Fields:
 
     Args:
         values: the object.
-        where: its place in the body, such as "messages[2]"; "" for the body itself.
+        where: place of the object in the body, such as "messages[2]"; "" for the body itself.
 
     Raises:
-        CallError: it is no object.
+        CallError: `values` is no object.
     """
 
     def __init__(self, values: Any, where: str = "") -> None:
@@ -51,7 +51,7 @@ class Fields:
             default: value to return if the field is missing or null.
 
         Raises:
-            CallError: it is of another kind.
+            CallError: the value is of another kind.
         """
         value = self.values.get(name)
         if value is None:
@@ -67,7 +67,7 @@ class Fields:
             kind: kind that the value must have.
 
         Raises:
-            CallError: it is missing, null, or of another kind.
+            CallError: the value is missing, null, or of another kind.
         """
         self.require(name, self.values.get(name), kind)
         return self.values[name]
@@ -80,26 +80,26 @@ class Fields:
             default: the object if the field is missing or null. None: the field is required.
 
         Raises:
-            CallError: it is missing without a default, or no object.
+            CallError: the field is missing without a default, or no object.
         """
         if default is None:
             return Fields(self.need(name, "an object"), self.where(name))
         return Fields(self.get(name, "an object", default), self.where(name))
 
     def require(self, name: str, value: Any, kind: str) -> None:
-        """Check the kind of a value.
+        """Raise an error if a value is of another kind.
 
         Args:
-            name: name of the field that has the value.
+            name: name of the field that has the value, or whose list has it.
             value: the value.
-            kind: kind that it must have.
+            kind: kind that the value must have.
 
         Raises:
-            CallError: it is of another kind.
+            CallError: the value is of another kind.
         """
         is_right = isinstance(value, _KINDS[kind])
         if isinstance(value, bool):
-            # For Python True is an int, but it is no number in JSON.
+            # For Python, True is an int; in JSON, it is no number.
             is_right = kind == "true or false"
         if is_right and kind == "a number":
             # An integer in JSON may be larger than any float.
@@ -115,8 +115,8 @@ class Fields:
         """Refuse fields that are not supported, unless their values have no effect.
 
         Args:
-            unsupported: by the advice for the client, names of fields and their values without
-                effect.
+            unsupported: for each advice to the client, the names of fields that it is for, with the
+                values of a field that have no effect.
 
         Raises:
             CallError: a field has another value.
@@ -138,11 +138,11 @@ def read_json(text: str | bytes, where: str = "body") -> Any:
 
     Args:
         text: the JSON.
-        where: its place in the call, for errors.
+        where: place of the JSON in the call, for errors.
 
     Raises:
-        CallError: it is not JSON, or has a text that cannot be encoded, such as half of a surrogate
-            pair.
+        CallError: the text is not JSON, or contains a text that cannot be encoded, such as half of a
+            surrogate pair.
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
@@ -154,5 +154,5 @@ def read_json(text: str | bytes, where: str = "body") -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    """Raise a ValueError for NaN or Infinity, which Python's decoder would take."""
+    """Raise a ValueError for NaN or Infinity, which Python's decoder would accept."""
     raise ValueError(f"{name} is no JSON")

@@ -11,11 +11,13 @@ from quadriga.serve.errors import CallError, format_value
 MAX_BODY_BYTES = 8 << 20
 """Largest body, also after decompression."""
 MAX_HEADER_BYTES = 16 << 10
-# A larger body is read and dropped up to here, so that its client sees the refusal.
+"""Largest headers of a call."""
+# A body above `MAX_BODY_BYTES` is read and dropped up to this size. See `read_body`.
 _DRAINED_BYTES = 256 << 20
 OPEN_PATH = "/health"
 """Path that needs no key."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine that other machines cannot reach."""
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -23,7 +25,7 @@ Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 def require_caller(
     scope: Mapping[str, Any], headers: Mapping[str, str], key: str, hosts: Collection[str]
 ) -> None:
-    """Check the headers of a call.
+    """Raise an error if the headers of a call do not allow it.
 
     Args:
         scope: the call's scope in ASGI.
@@ -32,8 +34,8 @@ def require_caller(
         hosts: names under which the server can be reached.
 
     Raises:
-        CallError: the headers are too large, name another host, have no right key, or have another
-            type of content than JSON.
+        CallError: the headers are too large, name another host, or do not have the key; or the body of
+            a POST has another type than JSON. For `OPEN_PATH`, key and type are not checked.
     """
     header_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
     if header_bytes > MAX_HEADER_BYTES:
@@ -43,9 +45,10 @@ def require_caller(
             expected=f"at most {MAX_HEADER_BYTES}",
             status=431,
         )
-    # A web page can reach a server on loopback by a DNS name of its own ("DNS rebinding"), which
-    # this header then has. An IPv6 address is in brackets; a port may follow.
+    # A web page in a browser on this machine can reach a server on loopback by a DNS name of its own
+    # ("DNS rebinding"), which is then in this header.
     host = headers.get("host", "").lower()
+    # A port may follow. An IPv6 address is in brackets.
     host_name = host.partition(":")[0]
     if host.startswith("["):
         host_name = host[1:].partition("]")[0]
@@ -62,7 +65,7 @@ def require_caller(
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer_token = token if scheme.lower() == "bearer" else ""
         sent_key = headers.get("x-api-key") or bearer_token
-        # The comparison takes the same time wherever the keys differ.
+        # `compare_digest` takes the same time wherever the keys differ, so that it reveals nothing.
         if not hmac.compare_digest(sent_key.encode(), key.encode()):
             raise CallError(
                 "key",
@@ -89,7 +92,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
         The body, decompressed.
 
     Raises:
-        CallError: it is too large, it cannot be decompressed, or the client has disconnected.
+        CallError: the body is too large or cannot be decompressed, or the client has disconnected.
     """
     chunks = []
     size = 0
@@ -99,7 +102,8 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
             raise CallError("body", got="a client that is gone", status=499)
         chunk = message.get("body", b"")
         size += len(chunk)
-        # A client that is still sending would not see the refusal, so its body is read anyway.
+        # A client that is still sending would not see the refusal. So a body that is too large is read
+        # to its end, or to `_DRAINED_BYTES`, and dropped.
         if size <= MAX_BODY_BYTES:
             chunks.append(chunk)
         else:
@@ -121,8 +125,8 @@ async def read_body(receive: Receive, headers: Mapping[str, str]) -> bytes:
             status=415,
         )
     try:
-        # Adding 32 to `wbits` makes zlib detect the format: gzip, or zlib ("deflate"). One byte more
-        # than allowed tells a body that is too large.
+        # Adding 32 to `wbits` makes zlib detect the format: gzip, or zlib ("deflate"). Decompressing
+        # stops one byte above the limit, which shows that the body is too large.
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
         body = decompressor.decompress(body, MAX_BODY_BYTES + 1)
     except zlib.error as error:

@@ -11,10 +11,10 @@ import uvicorn
 from quadriga.errors import ConfigError
 from quadriga.serve.gate import LOOPBACK, MAX_HEADER_BYTES
 
-_BACKLOG = 1024
+_BACKLOG = 1024  # connections that wait to be accepted
 _MAX_PORT = 65535
-# Longer than clients keep idle connections: otherwise one might send on a connection that the
-# server closes at this moment.
+# Time after which an idle connection is closed. It is longer than clients keep one: otherwise a client
+# might send a call just when the server closes the connection.
 _KEEP_ALIVE_S = 75
 
 
@@ -49,7 +49,7 @@ class ServerThread:
         """End the server.
 
         Args:
-            timeout_s: how long to wait for its thread, in seconds.
+            timeout_s: how long to wait for the server's thread, in seconds.
         """
         self._server.should_exit = True
         self._thread.join(timeout_s)
@@ -63,20 +63,20 @@ def url_of(listener: socket.socket, host: str) -> str:
     """URL of a server.
 
     Args:
-        listener: the server's socket, which knows the port.
-        host: the address on which it listens.
+        listener: the server's socket, which has the port.
+        host: the address on which the server listens.
     """
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{listener.getsockname()[1]}"
 
 
 def host_names(host: str) -> set[str]:
-    """Names under which callers can reach a server.
+    """Names under which callers can reach a server, in lower case.
 
     Args:
-        host: the address on which it listens.
+        host: the address on which the server listens.
     """
-    # A server on all addresses is also reached on loopback.
+    # A server that listens on all addresses is also reached on loopback.
     names = set(LOOPBACK)
     if host not in LOOPBACK:
         names |= {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
@@ -111,7 +111,7 @@ def listen(host: str, port: int, *, host_key: str, port_key: str) -> socket.sock
                 port_key,
                 got=str(port),
                 expected="a free port",
-                fix=f"Another program, perhaps another run, has it. Set {port_key}=0 for a free one.",
+                fix=f"Set {port_key}=0 for a free one: another program, perhaps a run, has this port.",
             ) from error
         raise ConfigError(host_key, got=f"{host} ({error.strerror})") from error
     return listener

@@ -23,7 +23,7 @@ class RenderedPrompt(NamedTuple):
     """A prompt for the engine.
 
     Attributes:
-        token_ids: its tokens, with one for each embedding of an image.
+        token_ids: tokens of the prompt. An image has a token for each of its embeddings.
         schemas: JSON schemas of the arguments of tools, by name of the tool.
         images: the images; None if there are none.
     """
@@ -43,18 +43,19 @@ def render_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
     Raises:
         CallError: a field is wrong, the template refuses the messages, or an image cannot be read.
     """
-    tools = _check_tools(fields)
+    tools = _read_tools(fields)
     messages = []
-    # Names of the functions that were called so far, by id of the call. Responses name only the id.
+    # Names of the functions that were called so far, by id of the call: messages with the response of a
+    # tool may have only the id.
     names = {}
     for place, message in enumerate(fields.need("messages", "a list")):
         messages.append(_convert_message(Fields(message, f"messages[{place}]"), names, policy))
     if not messages:
         raise CallError("messages", got="an empty list", expected="at least one message")
-    # The tools are checked in any case, but then the model must not read them.
+    # Tools that the model must not call are checked above, but not rendered.
     if fields.values.get("tool_choice") == "none":
         tools = []
-    # Special tokens in texts are escaped, so that no text can end its turn.
+    # Special tokens in texts are escaped, so that no text can end the turn that contains it.
     messages, pictures = policy.encoder.escape_messages(messages)
     if len(pictures) > MAX_IMAGES:
         raise CallError("messages", got=f"{len(pictures)} images", expected=f"at most {MAX_IMAGES}")
@@ -63,7 +64,7 @@ def render_prompt(fields: Fields, policy: ServedPolicy) -> RenderedPrompt:
             token_ids = policy.encoder.encode_prompt(messages, tools)
             images = None
             if pictures:
-                # Each image has a single token so far, and gets one for each of its embeddings.
+                # Each image has a single token so far. It is replaced by one for each embedding.
                 prompt = policy.processor.conversation(
                     token_ids, pictures, (), policy.encoder.encode, "messages"
                 )
@@ -87,8 +88,11 @@ def _convert_message(fields: Fields, names: dict[str, str], policy: ServedPolicy
 
     Args:
         fields: the message.
-        names: names of functions by id of the call; calls in this message are added.
+        names: names of functions by id of the tool call. Those of this message are added.
         policy: the served policy.
+
+    Raises:
+        CallError: a field is wrong.
     """
     role = fields.need("role", "a text")
     if role == "tool":
@@ -127,6 +131,9 @@ def _convert_content(fields: Fields, policy: ServedPolicy) -> Any:
 
     Returns:
         A text, or a list of parts if there are images.
+
+    Raises:
+        CallError: the content has another form, or an image for a model that takes none.
     """
     content = fields.values.get("content")
     if not isinstance(content, list):
@@ -144,7 +151,7 @@ def _convert_content(fields: Fields, policy: ServedPolicy) -> Any:
                 part.where("type"),
                 got=f"a part of type {format_value(kind)}",
                 expected="'text'" if policy.processor is None else "'text' or 'image_url'",
-                fix=f"{policy.name} takes no others.",
+                fix=f"Leave the part out: {policy.name} takes no others.",
             )
     if all(part["type"] == "text" for part in parts):
         # Templates of language models take no parts.
@@ -153,7 +160,11 @@ def _convert_content(fields: Fields, policy: ServedPolicy) -> Any:
 
 
 def _decode_image(part: Fields) -> bytes:
-    """Decode an image from its `data:` URL. The server opens neither addresses nor files."""
+    """Decode an image from its `data:` URL.
+
+    Raises:
+        CallError: it is another URL, which the server does not open, or not valid base64.
+    """
     image = part.section("image_url")
     url = image.need("url", "a text")
     head, _, data = url.partition(",")
@@ -174,9 +185,12 @@ def _convert_tool_call(fields: Fields, names: dict[str, str], policy: ServedPoli
     """Convert a tool call of an earlier turn to the form that chat templates take.
 
     Args:
-        fields: the call.
-        names: names of functions by id of the call, to which this one is added.
+        fields: the tool call.
+        names: names of functions by id of the tool call, to which this one is added.
         policy: the served policy.
+
+    Raises:
+        CallError: a field is wrong.
     """
     function = fields.section("function")
     name = function.need("name", "a text")
@@ -186,7 +200,7 @@ def _convert_tool_call(fields: Fields, names: dict[str, str], policy: ServedPoli
     if isinstance(arguments, str):
         arguments = read_json(arguments or "{}", function.where("arguments"))
     arguments = Fields(arguments, function.where("arguments")).values
-    # The template writes them as text, in which special tokens are escaped as in messages.
+    # The template writes the arguments as text, so special tokens in them are escaped as in messages.
     escaped = policy.encoder.escape_text(json.dumps(dict(arguments), ensure_ascii=False))
     return {
         "id": call_id,
@@ -195,15 +209,17 @@ def _convert_tool_call(fields: Fields, names: dict[str, str], policy: ServedPoli
     }
 
 
-def _check_tools(fields: Fields) -> list[JsonObject]:
-    """Check the tools that a call offers.
+def _read_tools(fields: Fields) -> list[JsonObject]:
+    """Read the tools that a call offers. Schemas are checked as far as templates and parsers read them.
 
     Args:
         fields: body of the call.
 
     Returns:
-        The tools as the client has sent them. Their schemas are checked as far as templates and
-        parsers read them.
+        The tools as the client has sent them.
+
+    Raises:
+        CallError: a field is wrong.
     """
     tools = fields.get("tools", "a list", [])
     for place, value in enumerate(tools):
@@ -222,7 +238,7 @@ def _check_tools(fields: Fields) -> list[JsonObject]:
                 got=f"the type {format_value(parameters.values['type'])}",
                 expected="a JSON schema of type 'object'",
             )
-        # Parsers read the schema of each property, and the options in it.
+        # Parsers read the schema of each property, and the alternatives in `anyOf`.
         properties = parameters.get("properties", "an object", {})
         for name, schema in properties.items():
             schema_fields = Fields(schema, parameters.where(f"properties.{name}"))

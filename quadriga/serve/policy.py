@@ -24,7 +24,7 @@ class ServedPolicy:
         vocabulary_size: number of token ids, counted from 0.
         defaults: sampling parameters of calls that do not set them.
         parser: finds tool calls in a response.
-        processor: `quadriga.data.VisionProcessor` of a vision-language model. None: it reads text.
+        processor: `quadriga.data.VisionProcessor` of a vision-language model. None: a text model.
         lock: held while a thread uses the tokenizer, which is not thread-safe.
     """
 
@@ -47,15 +47,15 @@ class ServedPolicy:
         positions: int | None,
         processor: Any = None,
     ) -> "ServedPolicy":
-        """Make the properties of a configuration's policy.
+        """Make the properties of a configured policy.
 
         Args:
             config: the resolved configuration.
-            tokenizer: tokenizer of the policy. It is copied, since training uses it at the same
+            tokenizer: tokenizer of the policy. It is copied, because training uses it at the same
                 time.
             vocabulary_size: rows of the model's embedding.
-            positions: most tokens that the model can take; None: any number.
-            processor: see the attribute.
+            positions: largest number of tokens that the model can take; None: any number.
+            processor: as the attribute.
         """
         rollout = config.actor_rollout_ref.rollout
         data = config.data

@@ -13,6 +13,7 @@ from quadriga.serve.messages import render_prompt
 from quadriga.serve.policy import ServedPolicy
 
 MAX_STOPS = 16
+"""Largest number of stop strings of a call."""
 LEAST_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 2.0  # vLLM's, and OpenAI's
 # Sampling parameters, and the kind of value that each needs.
@@ -23,7 +24,7 @@ _SAMPLING_KINDS = {
     "min_p": "a number",
     "ignore_eos": "true or false",
 }
-# Fields that are not supported, by the advice for the client: their values without effect.
+# Fields that are not supported, with their values without effect, by the advice; see `Fields.refuse`.
 _UNSUPPORTED: dict[str, dict[str, list[Any]]] = {
     "Send the call again: each call of a prompt has a seed of its own.": {"n": [1], "best_of": [1]},
     "Leave it out: the policy samples from its own distribution.": {
@@ -54,8 +55,8 @@ _UNSUPPORTED: dict[str, dict[str, list[Any]]] = {
         "store": [False],
         "previous_response_id": [],
     },
-    "The server has data.chat_template.": {"chat_template": []},
-    "The server has data.apply_chat_template_kwargs.": {"chat_template_kwargs": [{}]},
+    "Leave it out: the server has data.chat_template.": {"chat_template": []},
+    "Leave it out: the server has data.apply_chat_template_kwargs.": {"chat_template_kwargs": [{}]},
     "Send images in the messages of /v1/chat/completions.": {
         "content_parts": [[]],
         "features": [{}],
@@ -68,17 +69,18 @@ class Call:
     """A checked call.
 
     Attributes:
-        prompt: token ids, with one for each embedding of an image.
-        sampling: sampling parameters; the seed is the client's, or 0.
+        prompt: token ids. An image has a token for each of its embeddings.
+        sampling: sampling parameters. The seed is the client's; without `has_seed` it is 0, and the
+            server replaces it.
         has_seed: whether the client has set a seed.
         with_log_probs: whether the answer has log-probabilities.
         with_token_ids: whether the answer has token ids.
         names_tokens_by_id: whether entries of log-probabilities have the id of their token, such as
             "token_id:7", instead of its text.
-        keeps_special: whether special tokens are part of the text.
+        keeps_special: whether the text of the answer includes special tokens.
         schemas: JSON schemas of the arguments of tools, by name of the tool.
         is_streamed: whether the answer is sent as events.
-        has_usage: whether the last event has the numbers of tokens.
+        has_usage: whether the events of a streamed answer include the numbers of tokens.
         images: images of the prompt; None if there are none.
     """
 
@@ -107,7 +109,8 @@ def generate_call(body: Any, policy: ServedPolicy) -> Call:
     prompt = _read_token_ids(fields, "token_ids", policy)
     sampling = fields.section("sampling_params", {})
     sampling.refuse(_UNSUPPORTED)
-    # vLLM's API takes a number of likeliest tokens, of which the server has only the sampled one.
+    # In vLLM's API, this is the number of likeliest tokens to report beside the sampled one. The server
+    # reports only the sampled one.
     log_probs = sampling.get("logprobs", "an integer", None)
     if log_probs not in (None, 0, 1):
         raise CallError(
@@ -142,7 +145,8 @@ def chat_call(body: Any, policy: ServedPolicy) -> Call:
         has_seed=fields.values.get("seed") is not None,
         with_log_probs=fields.get("logprobs", "true or false", False),
         with_token_ids=with_token_ids,
-        # A client that asks for ids trains on them, and the text of a token may not identify it.
+        # The text of a token may not identify it, so clients that ask for token ids, to train on them,
+        # get ids here too.
         names_tokens_by_id=fields.get(
             "return_tokens_as_token_ids", "true or false", with_token_ids
         ),
@@ -183,7 +187,7 @@ def _read_token_ids(fields: Fields, name: str, policy: ServedPolicy) -> list[int
         policy: the served policy.
 
     Raises:
-        CallError: it is no list, or an entry is no token id of the policy.
+        CallError: the field is no list, or an entry is no token id of the policy.
     """
     ids = fields.get(name, "a list", [])
     limit = policy.vocabulary_size
@@ -212,13 +216,14 @@ def _read_sampling(
     """Read the sampling parameters of a call.
 
     Args:
-        fields: the fields that have them.
-        length_names: fields with the most tokens of the response; the first that is set counts.
+        fields: the object with the parameters.
+        length_names: names of fields that limit the tokens of the response. The first that is set is
+            used.
         prompt_length: number of tokens in the prompt.
-        policy: the served policy.
+        policy: the served policy, whose `defaults` are used for parameters that are not set.
 
     Returns:
-        The parameters; `max_tokens` is at most what fits after the prompt.
+        The parameters. `max_tokens` is lowered to what fits after the prompt, which is also the default.
 
     Raises:
         CallError: a field is wrong, or no response fits after the prompt.
@@ -233,8 +238,8 @@ def _read_sampling(
     settings = dict(policy.defaults)
     for name, kind in _SAMPLING_KINDS.items():
         settings[name] = fields.get(name, kind, settings[name])
-    # 0 means the likeliest token, and needs no check. Only the client's temperature is checked: the
-    # one of the configuration may be higher.
+    # 0 selects the likeliest token, and is always allowed. Only a temperature of the client is checked:
+    # the configured one may be higher.
     temperature = fields.values.get("temperature") or LEAST_TEMPERATURE
     if not LEAST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise CallError(
@@ -246,6 +251,7 @@ def _read_sampling(
     settings["top_k"] = min(settings["top_k"], policy.vocabulary_size)
     lengths = [fields.get(name, "an integer") for name in length_names]
     max_tokens = next((length for length in lengths if length is not None), max_room)
+    # A single stop string may be sent without a list.
     stops = fields.values.get("stop")
     if stops is not None:
         stops = [stops] if isinstance(stops, str) else stops
@@ -260,7 +266,7 @@ def _read_sampling(
     settings |= {
         "max_tokens": min(max_tokens, max_room),
         "stop_token_ids": (*settings["stop_token_ids"], *stop_ids),
-        # Clients may send any integer of 64 bits.
+        # Clients may send any integer, also a negative one.
         "seed": seed % 2**64,
     }
     try:

@@ -19,20 +19,25 @@ MAX_PROMPTS = 100_000
 
 @dataclass(slots=True)
 class _PromptCalls:
-    """Calls of a prompt in a session."""
+    """Calls with one prompt in one session.
 
-    count: int = 0  # calls so far
-    lost: list[int] = field(default_factory=list)  # numbers of calls that were not answered
+    Attributes:
+        count: number of calls so far, without repetitions.
+        lost: numbers of calls that were not answered, which the next calls get.
+    """
+
+    count: int = 0
+    lost: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A call of a prompt, with the seed of its response.
+    """Number and seed of a call.
 
     Attributes:
-        calls: all calls of its prompt in the session.
-        number: number of calls of the prompt before it.
-        seed: its seed.
+        calls: all calls with the same prompt in the same session.
+        number: number of the call among `calls`, counted from 0.
+        seed: seed for the response.
     """
 
     calls: _PromptCalls
@@ -40,7 +45,7 @@ class Ask:
     seed: int
 
     def give_back(self) -> None:
-        """Give the number back, because the call was not answered."""
+        """Give the number back, because the call was not answered. The call that repeats it gets it."""
         if self.number not in self.calls.lost:
             self.calls.lost.append(self.number)
 
@@ -60,27 +65,27 @@ class Seeds:
     def ask(
         self, session: str, prompt: Sequence[int], images_key: str = "", *, is_retry: bool = False
     ) -> Ask:
-        """Number a call among those with its prompt in its session, and derive its seed.
+        """Number a call among those with the same prompt in the same session, and derive its seed.
 
         Args:
             session: name of the session; "" if the client names none.
-            prompt: token ids.
-            images_key: `Images.key` of its images; "" if there are none.
+            prompt: token ids of the prompt.
+            images_key: `Images.key` of the prompt's images; "" if there are none.
             is_retry: whether the client says that it repeats a call.
         """
-        # Hashed, so that long prompts take no memory.
+        # Prompts are stored as hashes, which take less memory.
         source = repr((self._seed, session, images_key)).encode() + array("q", prompt).tobytes()
         digest = hashlib.blake2b(source, digest_size=16).digest()
         calls = self._calls.setdefault(digest, _PromptCalls())
         self._calls.move_to_end(digest)
         if len(self._calls) > MAX_PROMPTS:
             self._calls.popitem(last=False)
-        # Nothing marks the call that repeats a lost one, so the next call gets its number.
+        # A call that repeats a lost one need not say so. The next call counts as its repetition.
         if calls.lost:
             number = min(calls.lost)
             calls.lost.remove(number)
         elif is_retry and calls.count:
-            # The answer was sent, but did not arrive.
+            # The answer to the latest call was sent, but did not arrive at the client.
             number = calls.count - 1
         else:
             number = calls.count

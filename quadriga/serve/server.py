@@ -21,7 +21,9 @@ from quadriga.serve.listening import ServerThread, host_names, listen, url_of
 from quadriga.serve.policy import ServedPolicy
 
 CLOSE_S = 1.0
+"""Seconds to wait for the server to end."""
 _SERVE = f"{ROLLOUT}.serve"
+# Arguments of `listen` that name the keys of the configuration in errors.
 _KEYS = {"host_key": f"{_SERVE}.host", "port_key": f"{_SERVE}.port"}
 
 
@@ -77,7 +79,7 @@ class PolicyServer:
 
 
 def require_address(config: Config) -> None:
-    """Check the address and the record file of the configured server, before models are loaded.
+    """Raise an error if the configured server could not start. Called before models are loaded.
 
     Args:
         config: the resolved configuration.
@@ -94,7 +96,7 @@ def require_address(config: Config) -> None:
             expected="127.0.0.1, or a key",
             fix=f"Set the environment variable {KEY_VARIABLE}.",
         )
-    # Opened only to find out whether it can be.
+    # Raises an error if the port is in use.
     listen(settings.host, settings.port, **_KEYS).close()
     if settings.record_file is not None:
         try:
@@ -112,12 +114,12 @@ def write_address(server: PolicyServer, key: str, path: Path) -> None:
 
     Args:
         server: the server.
-        key: its key.
+        key: the key that callers must send.
         path: the file.
     """
     content = {"url": server.url, "model": server.app.policy.name, "key": key}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A new file: an old one might be readable for others, or a link.
+    # Write a new file, because an old one might be readable for others, or a link to another file.
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

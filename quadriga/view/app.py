@@ -27,6 +27,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 """Headers of every response. The page runs no script and loads nothing but its own files."""
+# Media types by the ending of a file.
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
@@ -60,7 +61,9 @@ class ViewApp:
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     async def _file(self, request: Request) -> Response:
-        # The files hold no data of runs, and a browser asks for most of them without the token.
+        """Answer `/` and `/static/NAME` with a file of the page."""
+        # "": no token is required. The files hold no data of runs, and a browser asks for most of them
+        # without the token.
         require_caller(request.scope, request.headers, "", self._hosts)
         name = request.path_params.get("name", "index.html")
         if name not in STATIC_FILES:
@@ -69,6 +72,7 @@ class ViewApp:
         return Response(read_static(name), headers=HEADERS, media_type=media_type)
 
     async def _answer(self, request: Request) -> Response:
+        """Answer `/api/NAME` with JSON, see `ViewData.answer`. Callers must have the token."""
         require_caller(request.scope, request.headers, self._token, self._hosts)
         name = request.path_params["name"]
         # Files are read in a thread, so that a large one does not keep other requests waiting.
@@ -77,7 +81,7 @@ class ViewApp:
 
 
 def _respond_to_bad_call(request: Request, error: Exception) -> Response:
-    """Response to a request that is not allowed, or for an address that does not exist."""
+    """Response with text to a request that is not allowed, or for an address that does not exist."""
     # A CallError has `status`, Starlette's own error `status_code`.
     status = getattr(error, "status", None) or getattr(error, "status_code", 404)
     return PlainTextResponse(f"{error}\n", status, headers=HEADERS)

@@ -26,11 +26,12 @@ ANSWERS = (
     *("runs", "summary", "configuration", "metrics", "steps", "progress", "prompts", "health"),
     *("rollouts", "search", "rollout", "images", "lanes", "ranks"),
 )
-"""Methods of `ViewData` that the page may call, by the last part of their address."""
+"""Methods of `ViewData` that the page may call. The address of one is `/api/NAME`."""
 MAX_PROMPTS = 1000
 """Largest number of prompts in the list of prompts."""
 
 Query = Mapping[str, str]
+"""Parameters of a request, such as `run` (a name), `step`, `kind` and `place` (a row of the step)."""
 
 
 class ViewData:
@@ -52,8 +53,8 @@ class ViewData:
         self._cache = cache
         self._indexes: dict[Path, RunIndex] = {}
         self._lock = threading.Lock()
-        # Indexes are built while no request is in progress.
-        self._num_requests = 0
+        # Indexes are built while no request is in progress, which `_is_quiet` tells them.
+        self._num_requests = 0  # in progress
         self._is_quiet = threading.Event()
         self._is_quiet.set()
 
@@ -124,7 +125,8 @@ class ViewData:
         """
         run = self._run(query)
         index = self.index(run)
-        # Read first: if more steps are indexed meanwhile, the page asks again.
+        # The progress is read before the numbers. If more steps are indexed in between, it is too low,
+        # and the page asks again.
         answer = self.progress(query)
         for kind in (STEP, VALIDATION):
             steps = run.record.steps(kind)
@@ -171,8 +173,8 @@ class ViewData:
 
     def prompts(self, query: Query) -> Answer:
         """Prompts with their mean scores over the steps; first those that never improve."""
-        # Read before the rows, since more may be indexed meanwhile: the page asks again while the
-        # progress is incomplete.
+        # The progress is read before the rows. If more steps are indexed in between, it is too low, and
+        # the page asks again.
         answer = {**self.progress(query), "prompts": []}
         index = self.index(self._run(query))
         tables = [entry.rows for (kind, _), entry in index.steps.items() if kind == STEP]
@@ -193,8 +195,8 @@ class ViewData:
         )
         table["text"] = frame.dropna(subset=["text"]).groupby("prompt")["text"].first()
 
-        # The largest score is not known. A prompt that had the best mean score at once cannot
-        # improve, and is no problem.
+        # The largest possible score is not known: the best mean score of a prompt stands in for it. A
+        # prompt that had it in its first step cannot improve, and is no problem.
         best_of_all = table["best"].max()
         is_repeated = table["seen"] > 1
         is_solved = table["first"] >= best_of_all
@@ -223,7 +225,7 @@ class ViewData:
         return {**answer, "findings": findings, "problems": run.problems()}
 
     def lanes(self, query: Query) -> Answer:
-        """Timelines of the conversations of a step, or of its responses without traces."""
+        """Timelines of the conversations of a step, or, without traces, of the responses."""
         run = self._run(query)
         step, _ = _parse_step(query)
         conversations = conversation_lanes(run, step)
@@ -238,10 +240,11 @@ class ViewData:
         return rank_lanes(self._run(query), _parse_step(query)[0])
 
     def _run(self, query: Query) -> ViewedRun:
+        """The run that a query names."""
         return self._runs.run(query.get("run", ""))
 
     def index(self, run: ViewedRun) -> RunIndex:
-        """The index of a run. A thread starts to read files that are new or have changed."""
+        """The index of a run, which may be incomplete: a thread reads files that are new or have changed."""
         with self._lock:
             index = self._indexes.get(run.directory)
             if index is None:
@@ -262,6 +265,7 @@ def _parse_step(query: Query) -> tuple[int, str]:
 
 
 def _parse_integer(query: Query, name: str) -> int:
+    """A parameter of a query as a whole number; 0 if it is missing."""
     text = query.get(name, "0")
     try:
         return int(text)

@@ -34,9 +34,9 @@ _RANK_ADVICE = (
 )
 
 Verdict: TypeAlias = tuple[str, str]
-"""State and sentence."""
+"""State (`GOOD`, `WARNING`, `BAD` or `UNKNOWN`) and a sentence about it."""
 NumbersByStep: TypeAlias = Mapping[int, Mapping[str, float]]
-"""Numbers by name, for each step."""
+"""For each step, numbers by name."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class Check:
 
     Attributes:
         title: heading on the page.
-        metric: name of the metric that is judged. `rows/NAME` is a number of the index.
-        judge: returns state and sentence from the values of all steps.
+        metric: name of the metric that is judged. `rows/NAME` is the number NAME of the index, divided
+            by the number of groups.
+        judge: returns the verdict on the values of all steps, an array [steps].
         advice: what usually helps.
         looks_at: step whose rollouts the page links to: the `last` one, or the one with the
             `largest` or `smallest` value.
@@ -60,7 +61,7 @@ class Check:
 
 
 def _ends(values: np.ndarray) -> tuple[float, float]:
-    """Means over the first and the last steps, which an outlier among them does not change much."""
+    """Mean over the first `_WINDOW` values and over the last. A single outlier changes it little."""
     return float(values[:_WINDOW].mean()), float(values[-_WINDOW:].mean())
 
 
@@ -99,9 +100,9 @@ def _make_share_judge(
     """Make a function that judges a share by its mean over the last steps.
 
     Args:
-        subject: the things that are counted, for the sentence.
-        warns_above: share above which it is a warning.
-        bad_above: share above which it is bad.
+        subject: what has the share, for the sentence.
+        warns_above: share above which the state is `WARNING`.
+        bad_above: share above which the state is `BAD`.
     """
 
     def judge(values: np.ndarray) -> Verdict:
@@ -113,7 +114,7 @@ def _make_share_judge(
 
 
 def _state_above(value: float, warns_above: float, bad_above: float) -> str:
-    """State of a value that is good if it is small."""
+    """State for a value of which smaller is better."""
     if value > bad_above:
         return BAD
     return WARNING if value > warns_above else GOOD
@@ -122,7 +123,7 @@ def _state_above(value: float, warns_above: float, bad_above: float) -> str:
 def _judge_mismatch(values: np.ndarray) -> Verdict:
     """Judge the mean difference of log-probs between rollout and trainer."""
     first, last = _ends(values)
-    change = f"Rollout and trainer differ by {last:.2g} nats per token, at first by {first:.2g}"
+    change = f"Rollout and trainer differ by {last:.2g} nats per token, at the start of the run by {first:.2g}"
     if last > 0.1:
         return BAD, f"{change}: importance ratios are far from 1."
     if last > 0.01 and last > 2 * first:
@@ -131,7 +132,7 @@ def _judge_mismatch(values: np.ndarray) -> Verdict:
 
 
 def _judge_unequal_work(values: np.ndarray) -> Verdict:
-    """Judge the largest work of a rank, relative to the mean."""
+    """Judge the work of the rank that has the most, relative to the mean of all ranks."""
     _, last = _ends(values)
     sentence = f"The rank with the most work has {last:.2f} times the mean of all ranks."
     return _state_above(last, warns_above=1.25, bad_above=2), sentence
@@ -227,7 +228,8 @@ def judge_run(metrics: NumbersByStep, rows: NumbersByStep) -> list[Answer]:
 
     Returns:
         A finding for each of `CHECKS` and each slow rank, the worst first: `title`, `state`,
-        `sentence`, `metric`, `advice`, and `step`, the step to look at or None.
+        `sentence`, `metric`, `advice`, and `step`, the step to look at. It is None, and the state
+        `UNKNOWN`, if the run does not have the metric.
     """
     findings = []
     for check in CHECKS:
@@ -258,7 +260,12 @@ def judge_run(metrics: NumbersByStep, rows: NumbersByStep) -> list[Answer]:
 
 
 def _find_slow_ranks(metrics: NumbersByStep, rows: NumbersByStep) -> list[Answer]:
-    """Findings on ranks that are slower than the others of their role in most steps."""
+    """Findings on ranks that are slower than the others of their role in most of the last steps.
+
+    Args:
+        metrics: metrics by step, for the time of a whole step.
+        rows: numbers of the index by training step, of which `rank_s/ROLE/RANK` are compared.
+    """
     names_by_role = defaultdict(list)
     for name in sorted(set().union(*rows.values())):
         if name.startswith(RANK_SECONDS):
@@ -304,10 +311,10 @@ def _curve(
     metrics: NumbersByStep,
     rows: NumbersByStep,
 ) -> dict[int, float]:
-    """Finite values of a metric by step. `rows/NAME` is a number of the index for each group."""
+    """Finite values of a metric by step; see `Check.metric`."""
     curve = {}
     if name.startswith("rows/"):
-        # A share of the groups, so that steps with different numbers of groups compare.
+        # Divided by the groups, because their number may differ between steps.
         for step, numbers in sorted(rows.items()):
             if numbers.get("groups"):
                 curve[step] = numbers[name.removeprefix("rows/")] / numbers["groups"]

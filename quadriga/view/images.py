@@ -15,6 +15,7 @@ from quadriga.view.runs import Answer, ViewedRun
 MAX_BYTES = 4_000_000
 """Largest image file that is shown."""
 _ROW = re.compile(r"(.+\.parquet) row (\d+)")
+"""Form of the column `source_row`: path of the data file and number of the row."""
 _FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 """Image types that browsers show, by the first bytes of a file."""
 

@@ -37,7 +37,9 @@ from quadriga.view.ranks import computed_seconds
 from quadriga.view.runs import ViewedRun, describe_error, nested_values, stamp_of
 
 _VERSION = 3
+"""Version of the files in the cache. Files of another version are not read."""
 _METADATA = b"quadriga_view"
+"""Key of the schema's metadata in such a file: JSON with `version` and `steps`, see `_save`."""
 _READ_COLUMNS = (
     *("uid", "source_row", "agent", "data_source", "score", "reward", "finish_reason"),
     *("reward_error", "not_computed", "response_mask", "trained_mask", "token_staleness"),
@@ -66,8 +68,8 @@ class IndexedStep:
 
     Attributes:
         stamp: `stamp_of` the file when it was read.
-        numbers: means and counts by name.
-        reasons: number of rows that the update did not compute, by reason.
+        numbers: means and counts over the rows of the step, and `rank_s/ROLE/RANK`, by name.
+        reasons: number of rows that the update did not compute, by the reason.
         problem: why the file could not be read; "" if it was.
         rows: a row for each rollout.
     """
@@ -98,6 +100,7 @@ class RunIndex:
         self._is_quiet = is_quiet
         self.steps: dict[tuple[str, int], IndexedStep] = {}
         self.total = 0
+        # The file in the cache is named by a hash of the run's directory.
         folder = cache or cache_folder()
         digest = hashlib.sha256(str(run.directory.resolve()).encode()).hexdigest()[:24]
         self._path = folder / f"{digest}.parquet"
@@ -105,13 +108,16 @@ class RunIndex:
         self._pending: Future[None] | None = None
 
     def refresh(self) -> None:
-        """Start a thread that reads new and changed files, if there are any and none runs yet."""
+        """Start a thread that reads new and changed files, if there are any and no thread runs yet.
+
+        An error of the previous thread is raised here.
+        """
         if self._pending is not None:
             if not self._pending.done():
                 return
             ended = self._pending
+            # If the thread failed, `result` raises its error, and the next call starts another one.
             self._pending = None
-            # Raises the error of a thread that failed; the next call starts another one.
             ended.result()
         stamps = self._file_stamps()
         self.total = len(stamps)
@@ -147,7 +153,7 @@ class RunIndex:
         if not self._is_loaded:
             self.steps = _load(self._path)
             self._is_loaded = True
-        # A changed file keeps its old entry until it is read.
+        # Drop entries whose file no longer exists. A changed file keeps its old entry until it is read.
         self.steps = {key: self.steps[key] for key in stamps if key in self.steps}
         indexed = {key: entry.stamp for key, entry in self.steps.items()}
         outdated_keys = [key for key in stamps if indexed.get(key) != stamps[key]]
@@ -155,6 +161,7 @@ class RunIndex:
         tokens = self.run.tokens()
         # People look at the newest steps first.
         for kind, step in sorted(outdated_keys, key=lambda key: -key[1]):
+            # Requests in progress go first, but not for ever.
             self._is_quiet.wait(_PATIENCE_S)
             entry = IndexedStep(stamps[kind, step])
             try:
@@ -178,13 +185,13 @@ def cache_folder() -> Path:
 
 
 def row_lengths(column: pa.ChunkedArray) -> np.ndarray:
-    """Number of values in each list of a column; 0 where it is null."""
+    """Number of values in each list of a column; 0 for a null."""
     lengths = pc.fill_null(pc.list_value_length(column), 0)
     return lengths.to_numpy().astype(np.int64)
 
 
 def row_sums(column: pa.ChunkedArray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Sum of each list of a column, in float64; 0 where it is null.
+    """Sum of the values in each list of a column, in float64; 0 for a null.
 
     Args:
         column: lists of numbers or booleans.
@@ -197,7 +204,12 @@ def row_sums(column: pa.ChunkedArray, weights: np.ndarray | None = None) -> np.n
 
 
 def list_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Sum of each list, from the concatenated values of all lists and the length of each."""
+    """Sum of the values in each list.
+
+    Args:
+        values: concatenated values of all lists.
+        lengths: number of values in each list.
+    """
     # Differences of a running total: numpy's `reduceat` is wrong for empty lists.
     totals = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.cumsum(lengths)
@@ -213,18 +225,21 @@ def flat_values(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def has_values(column: pa.ChunkedArray) -> bool:
-    """Whether a column is not null in every row."""
+    """Whether a column has a value in at least one row."""
     return column.null_count < len(column)
 
 
 def trained_column(rows: pa.Table) -> pa.ChunkedArray:
-    """Whether the update learned from each token: generated tokens, unless some were rejected."""
+    """Column with 1 for tokens of the response from which the update learned.
+
+    Without `trained_mask`, which has the tokens that were not rejected, these are all generated tokens.
+    """
     trained = rows["trained_mask"]
     return trained if has_values(trained) else rows["response_mask"]
 
 
 def prompt_names(rows: pa.Table) -> list[str]:
-    """Name of each row's prompt, the same in all steps: its data row, or the uid if unknown."""
+    """Name of each row's prompt: its data row, by which it is the same in all steps, or else the uid."""
     return pc.coalesce(rows["source_row"], rows["uid"]).to_pylist()
 
 
@@ -237,9 +252,9 @@ def truncated_rows(rows: pa.Table, limit: int) -> np.ndarray:
     """
     is_at_limit = row_lengths(rows["response_mask"]) >= (limit or np.inf)
     reasons = rows["finish_reason"]
-    is_named = pc.fill_null(pc.equal(reasons, "length"), False).to_numpy()
+    has_length_reason = pc.fill_null(pc.equal(reasons, "length"), False).to_numpy()
     # Some engines give no reason. There the length decides.
-    return is_named | (is_at_limit & reasons.is_null().to_numpy())
+    return has_length_reason | (is_at_limit & reasons.is_null().to_numpy())
 
 
 def _index_rows(rows: pa.Table, step: int, tokens: TokenTable | None) -> pa.Table:
@@ -273,10 +288,10 @@ def _step_numbers(rows: pa.Table, limit: int) -> dict[str, float]:
         limit: longest response in tokens; 0 if it is not known.
     """
     num_rows = len(rows)
-    groups = defaultdict(list)
+    groups = defaultdict(list)  # scores by the uid of the prompt
     for uid, score in zip(rows["uid"].to_pylist(), rows["score"].to_numpy(), strict=True):
         groups[uid].append(score)
-    # Groups whose responses all have one score, which give no gradient.
+    # Groups of several responses with the same score give no gradient.
     has_no_spread = [len(scores) > 1 and len(set(scores)) == 1 for scores in groups.values()]
     lengths = row_lengths(rows["response_mask"])
     num_generated = float(row_sums(rows["response_mask"]).sum())
@@ -300,19 +315,22 @@ def _step_numbers(rows: pa.Table, limit: int) -> dict[str, float]:
 
 
 def preview(ids: list[int], tokens: TokenTable | None) -> str:
-    """The end of a prompt as text, since its question usually stands there."""
+    """Text of the last tokens of a prompt, where the question usually is, without special tokens."""
     return text_of(ids, tokens, skips_special=True)[-_PREVIEW_CHARACTERS:]
 
 
 def text_of(ids: list[int], tokens: TokenTable | None, *, skips_special: bool = False) -> str:
-    """Text of some tokens; their ids if there is no table of tokens."""
+    """Text of some tokens; their ids with blanks between them if there is no table of tokens."""
     if tokens is None:
         return " ".join(map(str, ids))
     return tokens.decode(ids, skips_special=skips_special)
 
 
 def _add_means(numbers: dict[str, float], rows: pa.Table) -> None:
-    """Add means of scores and rewards, and of numbers from graders and from the data rows.
+    """Add means over the rows of a step to `numbers`.
+
+    The names are `score`, `score/DATA_SOURCE`, `reward`, `part/NAME` for numbers of graders, and
+    `row/NAME` for numbers in the data rows.
 
     Args:
         numbers: numbers of the step, to which the means are added.
@@ -379,6 +397,6 @@ def _save(path: Path, steps: dict[tuple[str, int], IndexedStep]) -> None:
         )
     table = pa.concat_tables([SCHEMA.empty_table(), *(entry.rows for entry in steps.values())])
     metadata = {_METADATA: json.dumps({"version": _VERSION, "steps": facts}).encode()}
-    # Otherwise the index in memory serves, and the next start builds it again.
+    # If it cannot be written, the index is only in memory, and the next start builds it again.
     with suppress(DataError), written_aside(path, where="cache of the indexes") as draft:
         pq.write_table(table.replace_schema_metadata(metadata), draft, compression="zstd")

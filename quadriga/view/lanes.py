@@ -11,6 +11,7 @@ MAX_LANES = 600
 """Largest number of conversations or responses of a step that are read."""
 _LIFE_COLUMNS = (*TIME_COLUMNS, "uid", "score", "token_versions")
 TRACE_KEY = "actor_rollout_ref.rollout.trace_dir"
+"""Key of the configuration that names the folder of traces."""
 
 
 def response_lanes(run: ViewedRun, step: int) -> Answer:
@@ -21,14 +22,15 @@ def response_lanes(run: ViewedRun, step: int) -> Answer:
         step: the step.
 
     Returns:
-        `lanes`, each with `uid`, score, `versions` (the first and last version of the weights that
-        wrote it) and `life`: when it was queued, admitted, generated and graded, in seconds since
-        the first was queued (None: not known); `note` says that some were left out.
+        `lanes`, one for each response, with `uid`, `score`, `versions` (the first and the last version
+        of the weights that generated it) and `life`: when it was queued, admitted, generated and
+        graded, in seconds since the first response was queued (None: not known); `note`, which says
+        that some responses were left out, or "".
     """
     if not run.record.path(step).is_file():
         return {"lanes": [], "note": ""}
     rows = run.record.read(step, columns=_LIFE_COLUMNS).rows
-    # Responses without times are turns of conversations, or from engines that do not measure them.
+    # Left out are responses without times: those of conversations, and of engines that measure none.
     rows = rows.filter(rows["generated_at"].is_valid())
     note = ""
     if len(rows) > MAX_LANES:
@@ -58,8 +60,9 @@ def conversation_lanes(run: ViewedRun, step: int) -> Answer:
         step: the step.
 
     Returns:
-        `lanes`, each with its process, `uid`, score and `turns` (role, seconds, tools); `note`
-        says why there are none, or that some were left out.
+        `lanes`, one for each conversation, with `process`, `uid`, `score` and `turns` (`role`,
+        `seconds` and `tools`); `note`, which says why there are no lanes, or that some were left out,
+        or "".
     """
     folder = _trace_folder(run)
     if folder is None:
@@ -68,6 +71,7 @@ def conversation_lanes(run: ViewedRun, step: int) -> Answer:
         return {"lanes": [], "note": note}
     lanes = []
     note = ""
+    # Files of traces are named STEP.PROCESS.jsonl, those of validation STEP.validate.PROCESS.jsonl.
     for path in sorted(folder.glob(f"{step:06d}.*.jsonl")):
         if ".validate." in path.name:
             continue
@@ -94,7 +98,7 @@ def _trace_folder(run: ViewedRun) -> Path | None:
     value = run.configuration()[0].get(TRACE_KEY)
     if not value:
         return None
-    # The configuration of a moved run names the old place.
+    # The configuration of a run that was moved names the old place: look in its directory, too.
     for folder in (Path(str(value)).expanduser(), run.directory / Path(str(value)).name):
         if folder.is_dir():
             return folder

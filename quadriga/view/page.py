@@ -30,9 +30,9 @@ MAX_EXPORT_BYTES = 50_000_000
 """Largest exported file."""
 _KINDS = (STEP, VALIDATION)
 _RESERVED_BYTES = 20_000
-"""For the list of what was left out, and for the markup around the data."""
+"""Bytes that are kept free for the notes on what was left out, and for the markup around the data."""
 _MIN_FREE_BYTES = 2_000
-"""Below it no further answer is tried."""
+"""With fewer free bytes no further answer is tried."""
 _NUM_BETWEEN = 20
 """Steps between the first and the last one that are exported by default."""
 _NUM_IN_TURN = 16
@@ -67,6 +67,7 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
     Raises:
         DataError: the file cannot be written, or no run has one of the steps.
     """
+    # Check the path first, since the answers below may take long.
     got = "a folder" if os.path.isdir(path) else ""
     if not os.path.isdir(path.parent):
         got = f"no folder {path.parent}"
@@ -84,7 +85,7 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
         if num_free_bytes < _MIN_FREE_BYTES:
             num_left_out += 1
             continue
-        # The script of the page looks an answer up by this text.
+        # The script of the page finds an answer by this text.
         key = json.dumps([name, dict(sorted(query.items()))], separators=(",", ":"))
         try:
             text = data.answer(name, query).decode()
@@ -103,7 +104,7 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
     if num_left_out:
         notes.append(
             f"{num_left_out:,} answers did not fit into {MAX_EXPORT_BYTES // 10**6} MB and were "
-            "left out, most of them tokens of rollouts; --steps chooses fewer steps."
+            "left out, most of them tokens of rollouts. Choose fewer steps by --steps."
         )
     num_written = sum(query["kind"] == STEP for query in step_queries)
     num_recorded = sum(len(data.run(name).record.steps()) for name in data.names())
@@ -117,7 +118,7 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
 
 
 def _escape_for_script(text: str) -> str:
-    """Escape JSON for a script element, which a "</script>" in a text of a model would end."""
+    """Escape JSON for a script element. A "</script>" in a text of a model would end the element."""
     return text.replace("<", "\\u003c")
 
 
@@ -145,7 +146,7 @@ def _queries(
         if query["kind"] == STEP:
             for request in ("lanes", "ranks"):
                 yield request, {"run": query["run"], "step": query["step"]}
-    sized_queries = []
+    sized_queries = []  # queries with the number of rollouts of the step
     for query in step_queries:
         record = data.run(query["run"]).record
         try:
@@ -154,7 +155,8 @@ def _queries(
             # `export` has noted the same error of the request "rollouts".
             continue
         sized_queries.append((query, len(rows)))
-    # All rollouts may be more than the file holds. So each step has some before one has more.
+    # The file may not have room for all rollouts. So each step gets `_NUM_IN_TURN` of them before any
+    # step gets more.
     most_rows = max((num_rows for _, num_rows in sized_queries), default=0)
     for first in range(0, most_rows, _NUM_IN_TURN):
         for query, num_rows in sized_queries:
@@ -171,10 +173,10 @@ def _step_queries(data: ViewData, steps: Sequence[int] | None) -> list[dict[str,
     queries = []
     for name in data.names():
         for kind in _KINDS:
-            # A run need not have all of the steps that the user names.
             recorded_steps = data.run(name).record.steps(kind)
             exported_steps = default_steps(recorded_steps)
             if steps is not None:
+                # A run need not have all of the steps that the user names.
                 exported_steps = sorted({*steps} & {*recorded_steps})
             for step in exported_steps:
                 queries.append({"run": name, "kind": kind, "step": str(step)})
@@ -196,7 +198,11 @@ def _describe_steps(steps: Sequence[int]) -> str:
 
 
 def _embed_page(embedded: str) -> str:
-    """The page with its scripts, styles and data inside, and a policy that allows nothing else."""
+    """The page with its scripts, styles and data inside, and a policy that allows nothing else.
+
+    Args:
+        embedded: the answers and notes, as JSON that is escaped for a script element.
+    """
     page = read_static("index.html").decode()
     # The policy names the scripts and styles by their hashes.
     hashes = {"script": [], "style": []}

@@ -27,9 +27,10 @@ def rank_lanes(run: ViewedRun, step: int) -> Answer:
         step: the step.
 
     Returns:
-        `lanes`, each with role, rank, `computed` (see `computed_seconds`; None if the rank had no
-        such calls) and `calls` (method, begin, seconds, waited); `note`, which says that some were
-        left out. A run with one process has no lanes.
+        `lanes`, one for each rank, with `role`, `rank`, `computed` (see `computed_seconds`; None if the
+        rank had no such calls) and `calls`, lists of a method's name, its begin, its seconds and the
+        seconds of them in which it waited for other ranks; `note`, which says that some ranks were
+        left out, or "". A run with one process has no lanes.
     """
     path = run.record.path(step)
     facts = read_facts(path) if path.is_file() else {}
@@ -56,10 +57,10 @@ def rank_lanes(run: ViewedRun, step: int) -> Answer:
 
 
 def computed_seconds(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds that each rank computed in a step, as numbers `rank_s/ROLE/RANK`.
+    """Seconds that each rank computed in a step, by `rank_s/ROLE/RANK`.
 
-    They do not include waiting for other ranks, nor calls that move weights or save, in which ranks
-    have different work.
+    Not included are seconds in which a rank waited for others, and calls that move weights or save, in
+    which ranks have different work.
 
     Args:
         facts: facts of the step's file.

@@ -34,6 +34,7 @@ MAX_TEXT = 200_000
 _PREVIEW_TOKENS = 80
 _PREVIEW_CHARACTERS = 240
 _ERROR_CHARACTERS = 600
+# Columns of the record, by what their values are: numbers and texts, lists of numbers, and JSON as text.
 _PLAIN_COLUMNS = (
     *("rollout_id", "uid", "agent", "source_row", "data_source", "score", "reward"),
     *("reward_baseline", "reward_error", "finish_reason", "not_computed", "image_hash"),
@@ -43,6 +44,7 @@ _LIST_COLUMNS = (
     *("log_probs", "entropies", "advantages", "token_staleness"),
 )
 _JSON_COLUMNS = ("turn_spans", "tool_rewards", "turn_scores", "messages", "reward_parts", "row")
+# Columns with a number for each token of the response.
 _TOKEN_COLUMNS = [
     column.name
     for column in COLUMNS.values()
@@ -59,8 +61,9 @@ def rollout_rows(run: ViewedRun, step: int, kind: str) -> list[Answer]:
         kind: `STEP` or `VALIDATION`.
 
     Returns:
-        For each rollout its plain columns, lengths, means over its tokens, the end of its prompt,
-        the begin of its response, the ground truth, and numbers of the grader.
+        For each rollout: `_PLAIN_COLUMNS`; `place`, its number in the file; `prompt`, the name of its
+        prompt; `truncated`; `length`; means over its tokens (see `_token_means`); `parts`, numbers of
+        the grader; `truth`; `prompt_text`, the end of the prompt; and `text`, the begin of the response.
 
     Raises:
         DataError: the step is not recorded, or its file is damaged.
@@ -84,7 +87,7 @@ def rollout_rows(run: ViewedRun, step: int, kind: str) -> list[Answer]:
     for place, row in enumerate(plain_rows):
         prompt = prompts[place]
         if prompt not in previews:
-            # Special tokens are not shown, so more are read than for the response.
+            # `preview` leaves out special tokens, so more are read than for the response.
             prompt_ids = rows["prompt_ids"][place].values[-2 * _PREVIEW_TOKENS :].to_pylist()
             previews[prompt] = preview(prompt_ids, tokens)
         data_row = row.pop("row")
@@ -106,24 +109,27 @@ def rollout_rows(run: ViewedRun, step: int, kind: str) -> list[Answer]:
 
 
 def _token_means(rows: pa.Table, num_tokens: np.ndarray) -> dict[str, list[float | None]]:
-    """Means over the generated tokens of each row, and their number.
+    """Number of generated and of trained tokens of each row, and means over the generated tokens.
 
     Args:
         rows: rows with `_LIST_COLUMNS`.
         num_tokens: length of each response, [rows].
 
     Returns:
-        A value for each row by name; None where it is not known.
+        A list by name, with a value for each row, None where it is not known: `generated` and
+        `trained` are numbers of tokens; `advantage`, `mismatch` (absolute difference of log-probs
+        between rollout and trainer), `entropy` and `staleness` are means. Means whose columns are not
+        recorded are left out.
     """
-    # 1 for a generated token, 0 for one of a tool or a user; for all tokens of all rows.
+    # All tokens of all rows: 1 for a generated token, 0 for one of a tool or a user.
     mask = flat_values(rows["response_mask"])
     num_generated = row_sums(rows["response_mask"])
     divisor = np.maximum(num_generated, 1)
     means = {"generated": num_generated, "trained": row_sums(trained_column(rows))}
     if rows["advantages"].null_count == 0:
         means["advantage"] = row_sums(rows["advantages"], mask) / divisor
-    # Rows that the update did not compute have no values of the trainer. `flat_values` leaves out
-    # their tokens, which `is_known_token` selects from columns that have all rows.
+    # Rows that the update did not compute have no values of the trainer, so `flat_values` of such a
+    # column has fewer tokens than `mask`. `is_known_token` selects the same tokens from other columns.
     is_known = ~rows["log_probs"].is_null().to_numpy()
     is_known_token = np.repeat(is_known, num_tokens)
     if is_known.any():
@@ -142,7 +148,7 @@ def _token_means(rows: pa.Table, num_tokens: np.ndarray) -> dict[str, list[float
 
 
 def shorten(value: Any) -> str | None:
-    """The beginning of a value as text; None if there is none."""
+    """The first `_PREVIEW_CHARACTERS` of a value, as text or JSON. None stays None."""
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -150,7 +156,7 @@ def shorten(value: Any) -> str | None:
 
 
 def round_values(values: np.ndarray) -> list[float | None]:
-    """Round numbers to six significant digits, for short JSON; None if not finite."""
+    """Round numbers to six significant digits, for short JSON. NaN and infinities become None."""
     is_finite = np.isfinite(values)
     numbers = np.where(is_finite, values, 0.0).astype(np.float64)
     sizes = np.where(numbers == 0.0, 1.0, np.abs(numbers))
@@ -162,10 +168,10 @@ def round_values(values: np.ndarray) -> list[float | None]:
 
 
 def matching_rows(run: ViewedRun, step: int, kind: str, text: str) -> list[int]:
-    """Find the rollouts of a step that contain a text, whatever its case is.
+    """Find the rollouts of a step that contain a text, in upper or lower case.
 
-    Prompts, responses, messages, data rows and errors of graders are searched; without a table of
-    tokens, prompts and responses are not.
+    Prompts, responses, messages, data rows and errors of graders are searched. Without a table of
+    tokens, prompts and responses are left out.
 
     Args:
         run: the run.
@@ -203,12 +209,12 @@ def rollout_details(run: ViewedRun, step: int, kind: str, place: int, start: int
         step: the step.
         kind: `STEP` or `VALIDATION`.
         place: number of the rollout in the file of the step.
-        start: first token of the response that is sent. At most `MAX_TOKENS` are.
+        start: first token of the response to return. At most `MAX_TOKENS` are returned.
 
     Returns:
-        The plain columns and those of JSON; `prompt` and `response`, see `_token_texts`, with
-        `prompt_start` and `start`, the number of their first token; `length` of the response;
-        `columns`, numbers of the sent response tokens by name; `turns`.
+        `_PLAIN_COLUMNS` and `_JSON_COLUMNS`; `prompt` and `response`, see `_token_texts`, with the
+        number of their first token as `prompt_start` and `start`; `length`, all tokens of the response;
+        `columns`, by name the numbers of the returned response tokens; and `turns`, see `_turn_numbers`.
 
     Raises:
         DataError: the step is not recorded, its file is damaged, or it has no such row.
@@ -223,7 +229,7 @@ def rollout_details(run: ViewedRun, step: int, kind: str, place: int, start: int
     details["reward_error"] = (details["reward_error"] or "")[:MAX_TEXT]
     for name in _JSON_COLUMNS:
         text = row[name][0].as_py()
-        # `turn_spans` is needed whole below.
+        # A long text is cut and stays text. `turn_spans` is needed whole below.
         if text is not None and len(text) > MAX_TEXT and name != "turn_spans":
             details[name] = f"{text[:MAX_TEXT]}... ({len(text):,} characters)"
         else:
@@ -231,7 +237,7 @@ def rollout_details(run: ViewedRun, step: int, kind: str, place: int, start: int
     prompt_ids = row["prompt_ids"][0].values
     response_ids = row["response_ids"][0].values
     tokens = run.tokens()
-    # The end of a long prompt: the response goes on from there.
+    # Of a long prompt the end is shown, to which the response belongs.
     prompt_start = max(0, len(prompt_ids) - MAX_TOKENS)
     columns = {}
     for name in _TOKEN_COLUMNS:
@@ -293,11 +299,15 @@ def _token_texts(ids: Sequence[int], tokens: TokenTable | None) -> Answer:
 
 
 def _turn_numbers(row: pa.Table, spans: Sequence[Sequence[int]]) -> list[Answer]:
-    """Tokens of each turn of the model, with the sum of its scores and its mean advantage.
+    """Numbers of each turn of the model.
 
     Args:
         row: a table of one row.
         spans: begin and end of each turn in the response.
+
+    Returns:
+        For each turn `start` and `end`, and if they are recorded `score`, the sum of its token scores,
+        and `advantage`, the mean of its advantages.
     """
     turns = []
     for start, end in spans:

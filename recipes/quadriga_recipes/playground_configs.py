@@ -15,12 +15,14 @@ from typing import Any
 from quadriga_recipes.playground_tasks import LARGEST, SUMS, Task
 
 Tree = dict[str, Any]
+"""Nested sections of a configuration."""
 
 NUM_PROMPTS = 32
 """Prompts of a step. There are only 100 sums, too few for 256 prompts with one response each."""
 NUM_RESPONSES = 8
 """Responses to each prompt, with every recipe."""
 MAX_RESPONSE_TOKENS = 6
+"""Longest response, of which right answers need at most three tokens: two digits and the end."""
 
 
 def build_configurations(folder: Path) -> dict[str, Tree]:
@@ -36,9 +38,9 @@ def build_configurations(folder: Path) -> dict[str, Tree]:
         "largest.yaml": _grpo_config(folder, LARGEST),
         "reward_model.yaml": _reward_model_config(folder),
         **recipes,
-        # Hold the divergence from the supervised model at a target. The controller changes its
-        # coefficient by at most 2.5 % a step. The policy responds about ten steps later, so a
-        # controller that is four times as fast oscillates around the target.
+        # Hold the divergence from the supervised model at a target. With this horizon, the controller
+        # changes the coefficient by at most 2.5 % per step. The policy responds about ten steps later,
+        # so that a controller that is four times as fast oscillates around the target.
         "over/kl_target.yaml": {
             "algorithm": {
                 "use_kl_in_reward": True,
@@ -51,9 +53,9 @@ def build_configurations(folder: Path) -> dict[str, Tree]:
             },
             "trainer": {"total_training_steps": 160},
         },
-        # Grade with the model of `reward_model.yaml` instead of comparing with the right answer. It
-        # has only seen numbers up to 18, and gives some other answers a high score, such as 111 for
-        # 5+6. A penalty on divergence from the supervised model keeps the policy from them.
+        # Grade with the model of `reward_model.yaml` instead of comparing with the right answer. This
+        # model was trained on numbers up to 18, and gives some other answers a high score, such as 111
+        # for 5+6. A penalty on divergence from the supervised model keeps the policy from such answers.
         "over/by_reward_model.yaml": {
             "reward_model": {"enable": True, "model": reward_model},
             "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.2}},
@@ -111,7 +113,10 @@ def _grpo_config(folder: Path, task: Task) -> Tree:
 
 
 def _recipe_changes() -> dict[str, Tree]:
-    """Changes for recipes with longer responses, larger batches or one response for each prompt."""
+    """Changes, by recipe, for recipes whose lengths, batches or responses do not suit the playground.
+
+    They have longer responses, larger batches, or one response to each prompt.
+    """
     several_responses = {"actor_rollout_ref": {"rollout": {"n": NUM_RESPONSES}}}
     four_updates = {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": NUM_PROMPTS // 4}}}
     # The critic learns faster than the policy.
@@ -161,7 +166,12 @@ def _reward_model_config(folder: Path) -> Tree:
 
 
 def _trainer_section(folder: Path, name: str) -> Tree:
-    """Section `trainer` that all configurations share."""
+    """Settings of the section `trainer` that all configurations share.
+
+    Args:
+        folder: the folder of the playground.
+        name: name of the run, and of its directory below `runs`.
+    """
     return {
         "project_name": "playground",
         "experiment_name": name,

@@ -43,15 +43,15 @@ class Task:
         return f"exact_match/{self.name}"
 
     def text(self, number: int) -> str:
-        """Text of a question, whose number has its digits."""
+        """Text of the question with a number, such as "3+5=" for 35."""
         return self.question.format(*self.digits(number))
 
     def digits(self, number: int) -> list[int]:
-        """Digits of the number of a question, with leading zeros."""
+        """Digits of a question with a number; a small number has leading zeros."""
         return [int(digit) for digit in f"{number:0{self.num_digits}d}"]
 
     def answers(self, number: int) -> list[str]:
-        """Responses of all habits to the question of a number, the right one first."""
+        """Responses of all habits to the question with a number, the right one first."""
         return [str(habit(*self.digits(number))) for habit in self.habits.values()]
 
     def split(self) -> tuple[list[int], list[int]]:
@@ -114,6 +114,7 @@ def preference_pairs(task: Task) -> tuple[Pairs, Pairs]:
         The training pairs and the validation pairs.
     """
     train, val = task.split()
+    # Wrong answers are the other numbers up to this one.
     highest = max(int(task.answers(number)[0]) for number in train)
 
     def pairs(numbers: list[int], is_selected: Callable[[int], bool]) -> Pairs:
@@ -121,7 +122,7 @@ def preference_pairs(task: Task) -> tuple[Pairs, Pairs]:
         for number in numbers:
             right = task.answers(number)[0]
             for wrong in range(highest + 1):
-                # The sum, so that different questions have different wrong answers.
+                # Selecting by the sum gives different questions different wrong answers.
                 if str(wrong) != right and is_selected(number + wrong):
                     row = {"prompt": task.text(number), "chosen": right, "rejected": str(wrong)}
                     rows.append(row)

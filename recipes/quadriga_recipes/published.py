@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published data sets, from local files or from the Hugging Face hub.
 
-`SOURCES` describes them. In a local folder, the files of a split are those with its name ("train",
-"test", ...) at the beginning of a word of their path. A part of a single file is held out for
+`SOURCES` describes them. In a local folder, the files of a split are those whose path has a word that
+begins with the name of the split ("train", "test", ...). Of a single file, a part is held out for
 validation.
 """
 
@@ -29,9 +29,9 @@ IN_A_BOX = "Reason step by step. Put the final answer in \\boxed{}."
 THINK_FIRST = "First think, between <think> and </think>. Then put the final answer in \\boxed{}."
 BY_LETTER = "How does it go on? Answer with the letter alone."
 MAY_CHECK = "Before you give an answer you may ask the tool check_answer whether it is right."
-_FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
-_MARK = re.compile(r"\[[a-z_]+\]\s*")
-_TURN = re.compile(r"\n\n(Human|Assistant):")
+_FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")  # of GSM8K
+_MARK = re.compile(r"\[[a-z_]+\]\s*")  # such as "[title] ", in HellaSwag
+_TURN = re.compile(r"\n\n(Human|Assistant):")  # begin of a turn, in HH-RLHF
 Splits: TypeAlias = tuple[list[Row], list[Row]]
 """Training and validation rows."""
 SourceRow: TypeAlias = Mapping[str, Any]
@@ -45,12 +45,13 @@ class Source:
     Attributes:
         hub: name on the hub, and name of the configuration there; None if there is only one.
         columns: columns that `make` reads.
-        make: converts a row. Arguments: the row of the data set, its description for errors, and
-            the folder of its file. Returns None for rows to leave out.
+        make: converts a row, or returns None for one to leave out. Arguments: the row of the data set,
+            a description of it for errors, and the folder of the file.
         data_source: data source of the rows, which selects the grader.
         ability: kind of the task, in a word.
-        left_out_reason: why `make` leaves rows out.
-        validation_splits: possible names of the split for validation; the first that exists is used.
+        left_out_reason: why `make` leaves rows out, for a message.
+        validation_splits: possible names of the split for validation, or the begin of its name. The
+            first that exists is used.
     """
 
     hub: tuple[str, str | None]
@@ -65,13 +66,14 @@ class Source:
 def published_rows(
     name: str, *, num_train: int | None, num_val: int | None, seed: int, source: str | None
 ) -> Splits:
-    """Read training and validation rows.
+    """Read training and validation rows of a published data set.
 
     Args:
         name: a key of `SOURCES`.
-        num_train: number of training rows; None: all.
-        num_val: number of validation rows; None: all, or a tenth of a single file.
-        seed: seed of the selection of rows.
+        num_train: number of training rows; all if there are fewer, or for None.
+        num_val: number of validation rows; all if there are fewer, or for None. Of a single file, None
+            means a tenth of its rows.
+        seed: seed by which rows are chosen.
         source: a file or folder; None: the hub.
 
     Returns:
@@ -88,14 +90,24 @@ def published_rows(
 
 
 def _from_files(name: str, path: Path, num_val: int | None, seed: int) -> Splits:
-    """Read the training and validation rows of a local file or folder."""
+    """Read the training and validation rows of a local file or folder.
+
+    Args:
+        name: a key of `SOURCES`.
+        path: the file or folder.
+        num_val: number of rows of a single file to hold out for validation. None: a tenth.
+        seed: seed by which these are chosen.
+
+    Raises:
+        DataError: a split has no file, or a file cannot be read.
+    """
     source = SOURCES[name]
     if path.is_file():
         rows = _read_files([path], source)
-        # A single file has no split of its own, so a part of its rows is held out.
+        # A single file has no splits: hold out a part of its rows.
         num_held_out = max(1, len(rows) // 10) if num_val is None else min(num_val, len(rows))
         shuffled = Random(seed).sample(range(len(rows)), len(rows))
-        # Rows of each part are chosen at random, but stay in the order of the file.
+        # The rows of both parts stay in the order of the file.
         train = [rows[number] for number in sorted(shuffled[num_held_out:])]
         val = [rows[number] for number in sorted(shuffled[:num_held_out])]
         return train, val
@@ -106,7 +118,8 @@ def _from_files(name: str, path: Path, num_val: int | None, seed: int) -> Splits
             files.append(file)
 
     def files_of(split: str) -> list[Path]:
-        # Files or folders are named after the split; a word such as "retrain" does not count.
+        # Files or folders are named after the split. A word that only contains the name, such as
+        # "retrain", does not count.
         pattern = re.compile(f"(?<![a-z]){split}")
         return [file for file in files if pattern.search(file.relative_to(path).as_posix().lower())]
 
@@ -143,7 +156,7 @@ def _read_files(files: list[Path], source: Source) -> list[Row]:
                         shutil.copyfileobj(packed, target)
                 except (OSError, EOFError) as error:
                     raise DataError(
-                        str(file), got=f"no whole gzip file ({error})", expected="one"
+                        str(file), got=f"{error}", expected="a complete gzip file"
                     ) from error
             table = read_table(plain)
             for column in source.columns:
@@ -154,14 +167,18 @@ def _read_files(files: list[Path], source: Source) -> list[Row]:
                         expected=f"a column {column!r}",
                         fix=f"Name files with the columns {', '.join(source.columns)}.",
                     )
-            # Batch by batch: as Python objects, a table is much larger than on disk.
+            # Rows are read in batches, because as Python objects they need much more memory.
             table_rows = chain.from_iterable(table.batches(source.columns, 256))
             rows += _convert_rows(table_rows, source, str(file), file.parent)
     return rows
 
 
 def _from_hub(name: str) -> Splits:
-    """Read the rows of a data set from the hub, or from its cache."""
+    """Read the training and validation rows of a data set from the hub, or from its local cache.
+
+    Raises:
+        DataError: the data set cannot be loaded, or has a row that `make` refuses.
+    """
     # The import takes longer than the rest of the command, and only this function needs it.
     import datasets
 
@@ -185,13 +202,21 @@ def _from_hub(name: str) -> Splits:
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         return _convert_rows(rows, source, split, Path())
 
-    words = source.validation_splits
-    splits = [split for word in words for split in loaded if split.startswith(word)]
-    return read("train"), read(splits[0])
+    val_splits = []
+    for name_start in source.validation_splits:
+        val_splits += [split for split in loaded if split.startswith(name_start)]
+    return read("train"), read(val_splits[0])
 
 
 def _convert_rows(rows: Iterable[SourceRow], source: Source, where: str, folder: Path) -> list[Row]:
-    """Convert the rows of a data set, and print how many of them are left out."""
+    """Convert the rows of a data set, and print how many of them are left out.
+
+    Args:
+        rows: the rows.
+        source: the data set.
+        where: name of the file or split, for messages.
+        folder: folder of the file.
+    """
     converted = []
     num_rows = 0
     for row in rows:
@@ -220,7 +245,7 @@ def _require_text(row: SourceRow, column: str, where: str) -> str:
     """Return the text of a column.
 
     Raises:
-        DataError: it is no text, or empty.
+        DataError: the value is no text, or is blank.
     """
     value = row[column]
     if not isinstance(value, str) or not value.strip():
@@ -229,7 +254,7 @@ def _require_text(row: SourceRow, column: str, where: str) -> str:
 
 
 def _convert_gsm8k(row: SourceRow, where: str, folder: Path) -> Problem:
-    """Convert a row of GSM8K. Its answer is a solution that ends with the number."""
+    """Convert a row of GSM8K, whose column `answer` has a solution that ends in `#### NUMBER`."""
     question = _require_text(row, "question", where)
     answer = _require_text(row, "answer", where)
     match = _FINAL_ANSWER.search(answer)
@@ -250,7 +275,7 @@ def _convert_gsm8k_tools(row: SourceRow, where: str, folder: Path) -> Problem:
 
 
 def _convert_math(row: SourceRow, where: str, folder: Path) -> Problem | None:
-    """Convert a row of MATH. None: its solution has no boxed answer."""
+    """Convert a row of MATH. None: the solution has no boxed answer."""
     problem = _require_text(row, "problem", where)
     solution = _require_text(row, "solution", where)
     truth = last_box(solution)
@@ -279,7 +304,7 @@ def _convert_geometry3k(row: SourceRow, where: str, folder: Path) -> Problem:
 
 
 def _read_image(image: Any, where: str, folder: Path) -> bytes:
-    """Read an image of a row.
+    """Return the content of an image file.
 
     Args:
         image: a mapping with "bytes" or "path", or a path. Paths are relative to `folder`.
@@ -308,6 +333,7 @@ def _convert_hellaswag(row: SourceRow, where: str, folder: Path) -> Problem | No
     label = str(row["label"]).strip()
     if not label:
         return None
+    # The label is the number of the right ending, counted from 0. There are letters for 26 endings.
     has_ending = isinstance(endings, list) and label.isdecimal()
     if not has_ending or not int(label) < len(endings) <= 26:
         raise DataError(
@@ -335,7 +361,8 @@ def _convert_hh_rlhf(row: SourceRow, where: str, folder: Path) -> ChatPair | Non
     """
     chats = []
     for column in ("chosen", "rejected"):
-        # The pattern has one group, so that names of speakers and texts alternate.
+        # `split` also returns the group of the pattern: the text before the first turn, then the name of
+        # a speaker and a text for each turn.
         text_before, *names_and_texts = _TURN.split(_require_text(row, column, where))
         speakers = names_and_texts[::2]
         roles = ["user" if speaker == "Human" else "assistant" for speaker in speakers]
@@ -396,7 +423,7 @@ SOURCES: dict[str, Source] = {
         make=_convert_hh_rlhf,
         data_source="Anthropic/hh-rlhf",
         ability="preference",
-        left_out_reason="no two different responses to one prompt, in turns that take turns"
-        " and are not empty",
+        left_out_reason="the two chats do not differ in the last response alone, or have turns that are"
+        " empty or do not alternate",
     ),
 }

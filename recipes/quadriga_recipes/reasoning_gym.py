@@ -23,7 +23,8 @@ DEFAULT_NUM_TRAIN = 2000
 DEFAULT_NUM_VAL = 200
 # The validation problems do not depend on the seed, so that runs can be compared.
 _VALIDATION_SEED = 1_000_003
-# A task with few different problems repeats them. It is given up after this many draws per row.
+# Problems that are generated per row, at most. A task with few different problems repeats them, and
+# repeated ones are not used for validation.
 _DRAWS_PER_ROW = 4
 
 
@@ -53,7 +54,7 @@ def generate_problems(
         raise DataError(
             "prepare data",
             got="no package reasoning-gym",
-            expected="it",
+            expected="the package",
             fix="pip install reasoning-gym.",
         ) from error
     # The data set "composite" mixes other tasks, and needs a configuration of them.
@@ -89,7 +90,14 @@ def generate_problems(
 
 
 def _require_enough(where: str, option: str, num_rows: int, num_generated: int) -> None:
-    """Raise a DataError if fewer rows were generated than an option asks for."""
+    """Raise a DataError if fewer rows were generated than an option asks for.
+
+    Args:
+        where: the command, for the error.
+        option: "--num-train" or "--num-val".
+        num_rows: value of the option.
+        num_generated: number of rows that were generated.
+    """
     if num_generated < num_rows:
         raise DataError(
             where,
@@ -108,12 +116,15 @@ def encode_metadata(entry: Mapping[str, Any], score: Any) -> str:
         score: the library's scorer, called with `answer` and `entry`.
 
     Returns:
-        JSON text. Tuples are tagged if the entry's own answer gets another score without them.
+        JSON text. Tuples are written as {"__tuple__": [...]} if the entry's own answer gets another
+        score with lists in place of them.
     """
     plain = json.dumps(entry["metadata"], default=str)
     answer = entry["answer"]
-    copy = {**entry, "metadata": json.loads(plain)}
-    if answer is None or score(answer=answer, entry=copy) == score(answer=answer, entry=entry):
+    decoded_entry = {**entry, "metadata": json.loads(plain)}
+    if answer is None:
+        return plain
+    if score(answer=answer, entry=decoded_entry) == score(answer=answer, entry=entry):
         return plain
     return json.dumps(_tag_tuples(entry["metadata"]), default=str)
 
@@ -143,7 +154,9 @@ def _generate(library: Any, task: str, size: int, seed: int, where: str) -> Iter
             metadata = encode_metadata(entry, score)
         except TypeError as error:
             raise DataError(
-                where, got=f"metadata that JSON cannot hold ({error})", expected="plain values"
+                where,
+                got=f"metadata that JSON cannot represent ({error})",
+                expected="plain values",
             ) from error
         question = entry["question"]
         extra = {"task": task, "question": question, "metadata": metadata}

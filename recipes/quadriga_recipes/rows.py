@@ -47,7 +47,7 @@ class Problem:
     agent_name: str | None = None
 
     def columns(self) -> Columns:
-        """Columns of the row, without those that all rows of a file have."""
+        """Columns of the row, without those that `write_rows` adds to all rows of a file."""
         messages = [{"role": "user", "content": self.text}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
@@ -64,7 +64,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class ChatPair:
-    """A preference pair: a chat that ends with a user's message, and two responses to it."""
+    """A preference pair: a chat that ends with a user's message, and two responses to it.
+
+    Attributes:
+        prompt: messages of the chat.
+        chosen: the better response.
+        rejected: the other response.
+        extra: further entries of `extra_info`.
+    """
 
     prompt: list[dict[str, str]]
     chosen: str
@@ -72,7 +79,7 @@ class ChatPair:
     extra: Columns = field(default_factory=dict)
 
     def columns(self) -> Columns:
-        """Columns of the row, without those that all rows of a file have."""
+        """Columns of the row, without those that `write_rows` adds to all rows of a file."""
         return {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
 
 
@@ -110,7 +117,7 @@ def write_rows(
         row_columns["extra_info"] = {"split": split, "index": index, **row.extra}
         rows.append(row_columns)
     columns = {}
-    # Some rows may lack optional columns, such as `images`.
+    # The names of all rows, since some rows may lack optional columns, such as `images`.
     for name in dict.fromkeys(chain.from_iterable(rows)):
         values = [row_columns.get(name) for row_columns in rows]
         columns[name] = pa.array(values, _TYPES.get(name))

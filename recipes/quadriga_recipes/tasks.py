@@ -28,7 +28,8 @@ def prepare_data(
         num_train: number of training rows. None: the task's default, or all of a published data
             set.
         num_val: number of validation rows; None as for `num_train`.
-        seed: seed of the training rows. Generated validation rows do not depend on it.
+        seed: seed of the training rows; of published data also of the validation rows. Generated
+            validation rows do not depend on it.
         source: local file or folder of a published data set; None: the Hugging Face hub.
 
     Returns:
@@ -51,8 +52,8 @@ def prepare_data(
         raise DataError(
             f"prepare data {name}",
             got=f"--source {source}",
-            expected="no source: the rows are generated",
-            fix="Omit it.",
+            expected="no source",
+            fix="Omit --source: the rows are generated.",
         )
     elif name == "largest":
         data_source = largest_number.DATA_SOURCE

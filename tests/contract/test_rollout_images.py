@@ -558,7 +558,7 @@ def test_loops_of_verl_show_images(tmp_path: Path) -> None:
             )
     with pytest.raises(
         RolloutError,
-        match=r"got images, and other tokens for them, expected those of self\.apply_chat_te",
+        match=r"got images, but not the tokens that were rendered for them, expected the tokens of self",
     ):
         done("theirs", forgets=True)
 

@@ -18,12 +18,12 @@ class Entry:
     """A row of programs.tsv: a program of verl, or several that read the same keys.
 
     Attributes:
-        name: its name for `quadriga verl NAME`. defaults.tsv may have further defaults under it.
-        modules: patterns of its module for `python -m`, without `verl.` and with spaces between
-            them. The path of a script is converted to a module before it is compared.
-        tree: name of its defaults in defaults.tsv.
-        rules: names by which it has rows in rules.tsv, with commas between them. The first name
-            also selects its functions in `meaning.FINISH`.
+        name: the program's name for `quadriga verl NAME`. defaults.tsv may have rows for this name
+            beside those for `tree`.
+        modules: patterns of the program's module for `python -m`, without `verl.`.
+        tree: name of the program's defaults in defaults.tsv.
+        rule_names: the rows of rules.tsv for any of these names apply to the program. The first
+            name also selects its functions in `meaning.FINISH`.
         task: the task whose keys the translation has: "rl" or "sft".
         run: what runs in its place, a key of `cli.RUNS`. A training run is also checked.
         refused: for a program that cannot be run, the reason and the alternative; else "".
@@ -31,16 +31,20 @@ class Entry:
     """
 
     name: str
-    modules: str
+    modules: tuple[str, ...]
     tree: str
-    rules: str
+    rule_names: tuple[str, ...]
     task: str
     run: str
     refused: str
     notice: str = ""
 
 
-ENTRIES = tuple(Entry(*row) for row in read_rows("programs.tsv"))
+# programs.tsv separates modules by spaces, and names of rules by commas.
+ENTRIES = tuple(
+    Entry(name, tuple(modules.split()), tree, tuple(rule_names.split(",")), *other_cells)
+    for name, modules, tree, rule_names, *other_cells in read_rows("programs.tsv")
+)
 """The programs. If several match a name, the first one is used."""
 
 CONFIG_FILES = {
@@ -62,9 +66,10 @@ CONFIG_FILES = {
     "generation": "generation",
     "evaluation": "evaluation",
 }
-"""Trees in defaults.tsv, by name of verl's configuration file."""
+"""Name of the tree of defaults in defaults.tsv, by name of verl's configuration file."""
 
 TREES = frozenset(CONFIG_FILES.values())
+"""Names of all trees of defaults."""
 
 
 def find_entry(program: str) -> Entry:
@@ -76,14 +81,15 @@ def find_entry(program: str) -> Entry:
     Raises:
         ConfigError: there is no such program.
     """
+    # `./verl/trainer/main_ppo.py` and `verl.trainer.main_ppo` both become `trainer.main_ppo`.
     module = program.removesuffix(".py").replace("/", ".").lstrip(".").removeprefix("verl.")
     for entry in ENTRIES:
-        if any(fnmatchcase(module, pattern) for pattern in (entry.name, *entry.modules.split())):
+        if any(fnmatchcase(module, pattern) for pattern in (entry.name, *entry.modules)):
             return entry
     names = [entry.name for entry in ENTRIES]
     fix = f"There are {', '.join(names)}."
     for close_name in get_close_matches(module.rpartition(".")[2], names, n=1):
         fix = f"Did you mean {close_name}?"
     raise ConfigError(
-        "verl's program", got=f"'{program}'", expected="one that has an entry here", fix=fix
+        "verl's program", got=f"'{program}'", expected="a known program of verl", fix=fix
     )

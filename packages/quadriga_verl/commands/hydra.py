@@ -31,13 +31,13 @@ _WORD = re.compile(
     r"(?P<sign>~|\+{0,2})(?P<key>[A-Za-z_][\w./@:\-]*)(?:=(?P<value>.*))?", re.DOTALL
 )
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_NUMBER = re.compile(r"[-+]?(\d[\d_]*)?(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?(\d(_?\d)*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _CONSTANTS = {"null": None, "true": True, "false": False}
 # Characters that occur only in a value that is a list, a dictionary or quoted text.
 _STRUCTURED = re.compile(r"""[\[\]{},'"\\]""")
 # Characters that Hydra allows in plain text, but OmegaConf refuses or interprets.
 _OPAQUE = re.compile(r"[=$]")
-_PLACEHOLDER = re.compile(r"@reference(\d+)@")
+_PLACEHOLDER = re.compile(r"@hidden(\d+)@")
 
 
 # ---- words of a command line --------------------------------------------------------------------
@@ -91,23 +91,23 @@ def parse_value(text: str, key: str = "value") -> Any:
     Raises:
         ConfigError: the text is not a value.
     """
-    # References, and characters that OmegaConf would refuse, are replaced by placeholders while it
-    # parses the text.
+    # References, and the signs "=" and "$", are replaced by placeholders while OmegaConf parses the
+    # text: it would resolve the references, and refuse the signs.
     hidden = []
 
     def hide(match: re.Match[str]) -> str:
-        """Replace a match by a placeholder with its number."""
+        """Store the matched text in `hidden`, and return the placeholder `@hiddenNUMBER@`."""
         hidden.append(match[0])
-        return f"@reference{len(hidden) - 1}@"
+        return f"@hidden{len(hidden) - 1}@"
 
     def restore(value: Any) -> Any:
-        """Put the hidden text back in place of its placeholders, at any depth of a value."""
+        """Replace placeholders by the hidden texts, at any depth of a value."""
         if isinstance(value, dict):
-            return {str(name): restore(inner) for name, inner in value.items()}
+            return {restore(str(name)): restore(inner) for name, inner in value.items()}
         if isinstance(value, list):
             return [restore(inner) for inner in value]
         if isinstance(value, str):
-            # A reference may have been hidden inside another one.
+            # A hidden text may itself contain placeholders, as in `${a.${b}}`.
             return _PLACEHOLDER.sub(lambda match: restore(hidden[int(match[1])]), value)
         return value
 
@@ -140,11 +140,7 @@ def parse_plain(text: str) -> Any:
     """Convert text without quotes to its value: a constant, a number, or the text itself."""
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
-    # The test below excludes a point at the end, as in "1.e", but "1." is a number.
-    if text.endswith(".") and text[:-1].isdigit():
-        return float(text)
-    has_digit = re.search(r"\d", text) is not None
-    if has_digit and text[-1] not in "._" and _NUMBER.fullmatch(text):
+    if _NUMBER.fullmatch(text):
         return float(text) if re.search(r"[.eE]", text) else int(text)
     return text
 
@@ -196,7 +192,7 @@ class Tree:
 
         Args:
             key: the key.
-            above: keys that refer to this one, the first of them first.
+            above: keys whose references led to this key, the outermost first.
 
         Raises:
             KeyError: there is no such key.
@@ -233,9 +229,16 @@ class Tree:
         return root
 
     def _resolve_references(self, value: Any, key: str, above: tuple[str, ...]) -> Any:
-        """Resolve the references in the value of a key."""
+        """Resolve the references in the value of a key.
+
+        Args:
+            value: the value. Text may contain several references.
+            key: the key.
+            above: see `resolve`, with `key` as the last one.
+        """
         if isinstance(value, list):
             return [self._resolve_references(element, key, above) for element in value]
+        # Of nested references, the pattern finds the innermost one.
         while isinstance(value, str):
             match = _REFERENCE.search(value)
             if match is None:
@@ -259,7 +262,7 @@ class Tree:
         Raises:
             ConfigError: it cannot be resolved.
         """
-        # Split `FUNCTION:TARGET,DEFAULT`, of which a plain reference has only the target.
+        # Split `FUNCTION:TARGET,DEFAULT`. A reference without function has only the target.
         function, is_function, arguments = reference.partition(":")
         inner = arguments if is_function else reference
         target, has_default, default = inner.partition(",")
@@ -273,7 +276,8 @@ class Tree:
                 key,
                 got=f"${{{reference}}}",
                 expected="a reference that can be filled in",
-                fix="Write the value: of functions oc.select and oc.env are filled in.",
+                fix="Write the value, or set the environment variable that oc.env names. Of the "
+                "functions, only oc.select and oc.env are filled in.",
             )
         if target.startswith("."):
             # One dot means the section of the key, each further dot a section above.
@@ -289,7 +293,8 @@ class Tree:
                 key,
                 got=f"${{{reference}}}",
                 expected="a key that there is",
-                fix="Write the value, or name a key that there is; a variable of a shell is filled in by the shell.",
+                fix="Write the value, or name a key that there is. If it is a variable of the shell, let "
+                "the shell fill it in.",
             ) from None
 
 
@@ -298,7 +303,11 @@ class Tree:
 
 @cache
 def _read_defaults() -> dict[tuple[str, str], Values]:
-    """Read defaults.tsv: the defaults by key, for each tree and version."""
+    """Read defaults.tsv.
+
+    Returns:
+        The defaults by key, for each (tree, version). A version without the tree has no entry.
+    """
     defaults: dict[tuple[str, str], Values] = defaultdict(dict)
     for trees, key, *cells in read_rows("defaults.tsv"):
         # A cell per version: JSON, "^" for the cell to the left, "-" for no such key.
@@ -346,7 +355,8 @@ def read_config(path: Path, base: dict[str, Values], problems: list[ConfigError]
 
     Args:
         path: the file.
-        base: verl's defaults by name of the configuration file; those of the program under "".
+        base: verl's defaults by name of verl's configuration file. The entry "" has the defaults of
+            the program.
         problems: list to which problems are added.
 
     Returns:
@@ -407,7 +417,7 @@ def _entry_settings(
     if not group and stem in base:
         return base[stem]
     if group and package:
-        # A section of verl's own tree.
+        # A file of verl: its settings are in the program's defaults.
         return {key: value for key, value in base[""].items() if key.startswith(prefix)}
     # `GROUP: null` selects no file.
     if stem not in ("null", "None"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A command line of verl while it is translated.
 
-`translate.py` fills `Line.keys` with verl's keys and calls `translate_key` for each of them. It follows the
-key's row in rules.tsv, and so do the functions that rows name. They write the result by `set`, and
-report by `note` (the key has no effect) and `refuse` (its value is impossible).
+`translate.py` fills `Line.keys` with verl's keys and calls `Line.translate_key` for each of them, which
+does what the key's row in rules.tsv says. It and the functions that rows name write the result by
+`Line.set`, and report by `Line.note` (the key has no effect) and `Line.refuse` (its value is impossible).
 """
 
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ from quadriga_verl.commands.hydra import known_keys
 from quadriga_verl.commands.rules import FUNCTIONS, Rule, find_rule
 from quadriga_verl.commands.verl_keys import VerlKeys, is_among, is_number, is_same
 
-WORDS = ("after_each_epoch",)
+_NUMBER_WORDS = ("after_each_epoch",)
 """Text that is allowed for keys whose default in verl is a number."""
-_UNSET = "Is a variable of the script unset? For the default leave the key out."
+_UNSET_ADVICE = "Is a variable of the script unset? For the default leave the key out."
 
 
 @dataclass
@@ -34,18 +34,20 @@ class Line:
         version: the version of verl.
         keys: verl's keys, with the values of the user.
         settings: the translation, by key of the configuration.
-        sources: key of verl that a key in `settings` was set from.
-        ineffective_keys: keys without effect, by the reason.
-        comments: reason why a key in `settings` has another value than in verl, by key.
+        sources: by key of `settings`, the key of verl that it was set from.
+        ineffective_keys: verl's keys without effect, by the reason.
+        comments: by key of `settings`, the reason why its value differs from that in verl.
         config: the configuration of `settings`. None if something is refused.
         notices: sentences for the user.
         refused: problems with the line.
         machine: problems with this machine: files, models, packages or devices that it lacks.
         options: arguments, which are not keys, of the command that runs.
-        rules: names of the rows that hold: those of the program, after "megatron" if it trains.
+        rule_names: the rows of rules.tsv for any of these names apply. They are those of the
+            program, after "megatron" if the line trains with Megatron.
         stopped: reason why the whole line is refused; "" if it is not.
-        current_key: key that is being translated, as the user wrote it. "": all are translated.
-        sentence: sentence of its row.
+        current_key: verl's key that is being translated, as the user wrote it. "": all keys are
+            translated, and `set`, `note` and `refuse` need their argument for verl's key.
+        sentence: sentence of the row of `current_key`.
     """
 
     entry: Entry
@@ -60,7 +62,7 @@ class Line:
     refused: list[ConfigError] = field(default_factory=list)
     machine: list[ConfigError] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
-    rules: str = ""
+    rule_names: tuple[str, ...] = ()
     stopped: str = ""
     current_key: str = ""
     sentence: str = ""
@@ -79,13 +81,15 @@ class Line:
     def set(self, key: str, value: Any, source: str | None = None) -> None:
         """Set a key of the configuration.
 
-        What the user wrote takes precedence over defaults; two different values of the user are
-        refused.
+        A value of the user takes precedence over verl's defaults; two different values of the user
+        are refused. Nothing is set for an empty section, for a critic that is not trained, for an
+        empty text of the user (refused), and for null if that is verl's default but not allowed
+        here.
 
         Args:
             key: the key of the configuration.
             value: its value.
-            source: verl's key that it is set from. None: the one that is being translated.
+            source: verl's key that it is set from. None: `current_key`.
         """
         key = spell_key(key, self.entry.task)
         if source is None:
@@ -94,12 +98,12 @@ class Line:
         if value == {}:
             return
 
-        # Values that cannot be taken over.
+        # Values that cannot be taken over. Usually an empty text is a shell variable without value.
         if key.startswith("critic.") and self.entry.task == "rl" and not has_critic(self):
             self.note("No critic is trained: algorithm.adv_estimator takes no values.", source)
             return
         if value == "" and is_users and self.keys.default_of(source) != "":
-            self.refuse("a value", _UNSET, source)
+            self.refuse("a value", _UNSET_ADVICE, source)
             return
 
         # Several keys of verl may mean one key here.
@@ -122,7 +126,7 @@ class Line:
         if is_number(value) and leaf is not None and leaf.is_text and "number" not in leaf.kind:
             value = str(value)
         is_null_allowed = leaf is None or leaf.kind.endswith("null")
-        # If null is verl's own default and not allowed here, both have their defaults.
+        # If null is verl's default but not allowed here, the key keeps Quadriga's default.
         if value is not None or is_null_allowed or self.keys.default_of(source) is not None:
             self.settings[key] = value
             self.sources[key] = source
@@ -131,8 +135,8 @@ class Line:
         """Report why a key has no effect, if the user changed it.
 
         Args:
-            reason: a sentence; by default that of the row of the key that is being translated.
-            key: verl's key. None: the one that is being translated.
+            reason: a sentence; by default `sentence`.
+            key: verl's key. None: `current_key`.
         """
         if key is None:
             key = self.current_key
@@ -144,8 +148,8 @@ class Line:
 
         Args:
             expected: the possible values.
-            fix: advice; by default the sentence of the row of the key that is being translated.
-            key: verl's key. None: the one that is being translated.
+            fix: advice; by default `sentence`.
+            key: verl's key. None: `current_key`.
         """
         if key is None:
             key = self.current_key
@@ -157,13 +161,13 @@ class Line:
     # ---- keys by their rows ----
 
     def translate_key(self, key: str, value: Any) -> None:
-        """Translate a key.
+        """Translate `current_key` by its row in rules.tsv, whose head explains the kinds of rows.
 
         Args:
-            key: as verl spells it, or as a row has renamed it.
+            key: `current_key`, or the new name that a row has given it.
             value: its value.
         """
-        rule = find_rule(self.rules, self.entry.task, key)
+        rule = find_rule(self.rule_names, self.entry.task, key)
         if rule is None:
             self.take_over(key, value)
             return
@@ -183,29 +187,34 @@ class Line:
             if not self.stopped and not is_among(value, rule.argument):
                 self.stopped = rule.sentence
         elif self.keys.is_changed(self.current_key) and not is_among(value, rule.argument):
+            # The row lists the accepted values. An empty one means that the key may be left out.
             named_values = [item for item in rule.argument if item not in (None, "", [], {})]
             self.refuse(as_text(named_values[0]) if named_values else "the key left out")
 
     def is_only_checked(self, key: str) -> bool:
-        """Whether a key is only compared with values that its row in rules.tsv allows."""
-        rule = find_rule(self.rules, self.entry.task, key)
+        """Whether a key sets nothing: its row in rules.tsv only lists the values that are accepted."""
+        rule = find_rule(self.rule_names, self.entry.task, key)
         while rule is not None and rule.becomes == ">":
-            rule = find_rule(self.rules, self.entry.task, rule.argument)
+            rule = find_rule(self.rule_names, self.entry.task, rule.argument)
         return rule is not None and rule.becomes in ("values", "stop")
 
     def _call_function(self, rule: Rule, key: str, value: Any) -> None:
-        """Call the function of a row, unless the value is text in place of a number."""
-        is_text = isinstance(value, str) and value not in WORDS
+        """Call the function of a row. Refuse text if verl's default of the key is a number."""
+        is_text = isinstance(value, str) and value not in _NUMBER_WORDS
         if is_text and is_number(self.keys.default_of(self.current_key)):
             leaf = leaf_of(key, self.entry.task)
             # Some keys of ours take text where verl's default is a number.
             if leaf is None or not leaf.is_text:
-                self.refuse("a number", _UNSET if value == "" else "")
+                self.refuse("a number", _UNSET_ADVICE if value == "" else "")
                 return
         FUNCTIONS[rule.argument](self, key, value)
 
     def take_over(self, key: str, value: Any) -> None:
-        """Take over a key that exists here under the same name; refuse an unknown key."""
+        """Set a key that exists here under the same name.
+
+        Keys that exist only in verl are ignored if the user has not changed them, else refused. So
+        are unknown keys of the user, unless a data set of the user may read them.
+        """
         key = spell_key(key, self.entry.task)
         section, _, name = key.rpartition(".")
         is_verls = key in known_keys()
@@ -218,12 +227,17 @@ class Line:
             self._refuse_unknown(key, value)
 
     def _refuse_unknown(self, key: str, value: Any) -> None:
-        """Report a key of the user that does not exist here."""
+        """Refuse a key of the user that does not exist here, with advice.
+
+        A new key (`VerlKeys.new`) that verl does not have either is only noted, since verl accepts
+        it too. An empty section is ignored.
+        """
         names = sorted(known_keys())
         is_verls = key in known_keys()
         if value in ({}, None) and any(name.startswith(key) for name in names):
             # The user left a section of verl empty.
             return
+        # The key may be misspelled, or lack its section.
         similar_names = get_close_matches(key, names, n=2, cutoff=0.85)
         similar_names += [name for name in names if name.endswith(f".{key}")]
         advice = ""
@@ -242,7 +256,7 @@ class Line:
             fix = f"Set keys below it: {key}.NAME=VALUE."
         elif is_verls:
             got = "a key of verl's without a place here"
-            fix = f"{self.entry.name} does not need it: leave it out."
+            fix = f"Leave it out: {self.entry.name} does not need it."
         self.refused.append(ConfigError(self.current_key, got=got, fix=fix))
 
 

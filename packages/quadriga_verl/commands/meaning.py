@@ -52,7 +52,7 @@ def has_adapter(line: Line) -> bool:
 
 
 def _first_value(line: Line, keys: tuple[str, ...]) -> Any:
-    """First value among keys that is set and not false. Keys that the user has set come first."""
+    """First truthy value of several keys, or None. Keys that the user has set come first."""
     users_keys = [key for key in keys if key in line.keys.from_user]
     values = [line.get(key) for key in (*users_keys, *keys)]
     return next(filter(None, values), None)
@@ -92,7 +92,8 @@ def set_run_key(line: Line, key: str, value: Any) -> None:
             else:
                 line.set(key, int(value) if value and value > 0 else -1)
         case "critic_warmup":
-            # verl's key names the first step in which the actor learns.
+            # verl's value is the first step in which the actor learns; ours is the number of steps
+            # before it.
             line.set(key, max(int(value or 0) - 1, 0))
             if value and value > 0:
                 line.note()
@@ -129,14 +130,19 @@ def set_loggers(line: Line, key: str, value: Any) -> None:
 def set_profiler_key(line: Line, key: str, value: Any) -> None:
     """Set the profiler's tool and steps, or the ranks of a role, if the tool exists here.
 
-    In verl a role profiles no rank unless it enables the profiler; here null means all ranks.
+    In verl a role profiles no rank unless it enables the profiler (`enable`, `ranks`, `all_ranks`).
+    Here there are only `ranks`, and null means all ranks.
     """
     section = key.rpartition(".")[0]
     if line.get("global_profiler.tool") not in _PROFILERS:
         line.note()
     elif section != "global_profiler":
-        ranks = None if line.get(f"{section}.all_ranks") else line.get(f"{section}.ranks", [])
-        line.set(f"{section}.ranks", ranks if line.get(f"{section}.enable", True) else [])
+        ranks = line.get(f"{section}.ranks", [])
+        if line.get(f"{section}.all_ranks"):
+            ranks = None
+        if not line.get(f"{section}.enable", True):
+            ranks = []
+        line.set(f"{section}.ranks", ranks)
     elif value is not None:
         line.set(key, value)
 
@@ -153,14 +159,15 @@ def set_data_key(line: Line, key: str, value: Any) -> None:
             # Conversations of several turns need the messages.
             line.set(key, bool(value or line.get(f"{ROLLOUT}.multi_turn.enable")))
         case _ if value is None:
+            # The keys below keep their defaults.
             return
         case "prompt_length" | "response_length":
-            # The rollout's length is that of the data, if the user has set it.
+            # These keys of the rollout refer to those of the data, unless the user has set them.
             if line.is_users_key:
                 line.set(f"data.max_{name}", value)
         case "train_batch_size" | "gen_batch_size":
-            # Without dynamic sampling, a step of verl has a single generation step, whose size is
-            # used.
+            # Without dynamic sampling, a step of verl generates once, for `gen_batch_size` prompts if
+            # it is set.
             if line.get("algorithm.filter_groups.enable"):
                 line.set(key, value)
             elif line.get("data.gen_batch_size", value) == value:
@@ -186,12 +193,13 @@ MIN_RATIO = 3e-9  # just above e^-20, where log-ratios are clipped
 
 @rule_function
 def set_known_name(line: Line, key: str, value: Any) -> None:
-    """Set the name of a registered function or class, or a file of the user."""
+    """Set the name of a registered function or class, or a file of the user. Refuse other names."""
     known_names = _KNOWN_NAMES[key.rpartition(".")[2]]
-    is_users = ".py:" in str(value) or line.get("actor_rollout_ref.model.external_lib")
+    # `external_lib` is a module of the user, which may register any name.
+    may_be_users = ".py:" in str(value) or line.get("actor_rollout_ref.model.external_lib")
     if key.endswith("reward_manager") and value in _PLAIN_MANAGERS:
         line.set(key, "naive")
-    elif value in known_names or is_users:
+    elif value in known_names or may_be_users:
         line.set(key, value)
     elif value is not None:
         expected = f"one of {', '.join(sorted(known_names))}, or path/to/file.py:name"
@@ -200,7 +208,7 @@ def set_known_name(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def set_filter_groups(line: Line, key: str, value: Any) -> None:
-    """Set a key of dynamic sampling, if the program and version have it."""
+    """Set a key of dynamic sampling, unless it has no effect in main_ppo of an old version."""
     if line.entry.name == "main_ppo" and key not in line.keys.default:
         line.note()
     elif value is not None:
@@ -209,7 +217,11 @@ def set_filter_groups(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def set_clip_ratio(line: Line, key: str, value: Any) -> None:
-    """Set the clip of a side. verl uses `clip_ratio` for a side whose own clip is null."""
+    """Set the clip of a side. verl uses `clip_ratio` for a side whose own clip is null.
+
+    `clip_ratio` itself sets nothing. It is noted if verl's defaults have a clip for both sides; if
+    clips of the user override it, `_note_redundant_keys` of translate.py reports it.
+    """
     sides = (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high")
     has_both = all(line.get(side) is not None for side in sides)
     if key in sides:
@@ -234,6 +246,7 @@ def set_loss_option(line: Line, key: str, value: Any) -> None:
 def set_loss_agg_mode(line: Line, key: str, value: Any) -> None:
     """Set how the loss is averaged. Some losses of verl ignore the key."""
     loss = line.get(f"{ACTOR}.policy_loss.loss_mode")
+    # `VERSIONS` has none between 0.8 and 0.10.
     is_before_0_9 = VERSIONS.index(line.version) < VERSIONS.index("0.10.0")
     if loss in ("sapo", "geo_mean") or (loss == "gspo" and is_before_0_9):
         line.note()
@@ -242,7 +255,7 @@ def set_loss_agg_mode(line: Line, key: str, value: Any) -> None:
         line.comments[key] = line.sentence
     elif value == "seq-mean-token-sum-norm" and is_before_0_9:
         line.note(
-            "Sums of tokens are averaged over sequences, as in verl from 0.9 on; before, they are added up."
+            "Sums of tokens are averaged over sequences, as in verl from 0.9 on; verl before 0.9 adds them up."
         )
     line.set(key, value)
 
@@ -251,9 +264,10 @@ def set_loss_agg_mode(line: Line, key: str, value: Any) -> None:
 def set_rejection(line: Line, key: str, value: Any) -> None:
     """Set rejection by importance ratios.
 
-    Keys of verl since 0.8 are the same here. In verl 0.6.1 there are a level, an upper and a lower
-    bound, and a threshold for single tokens (veto). These bounds apply to the ratio of trained to
-    rollout probabilities; thresholds of the methods `k1` apply to its inverse.
+    Keys of verl since 0.8 are the same here. In verl 0.6.1 there are a level (`rollout_rs`), an upper
+    and a lower bound, and a threshold for single tokens (veto). All bounds of verl 0.6.1 are for the
+    ratio of trained to rollout probabilities. They become thresholds of the methods `k1` of later
+    versions, which are for the inverse ratio.
     """
     section = "algorithm.rollout_correction"
     level = line.get(f"{section}.rollout_rs")
@@ -274,6 +288,7 @@ def set_rejection(line: Line, key: str, value: Any) -> None:
     bounds = [bound for bound in bounds if bound is not None]
     is_known_level = level in (None, *_REJECTIONS)
     if not is_known_level or not all(is_number(bound) and bound > MIN_RATIO for bound in bounds):
+        # This function is called for each key of the section: refuse only those with a bound.
         if value in bounds:
             line.refuse(f"a number above {MIN_RATIO:.0e}")
         return
@@ -322,8 +337,8 @@ def set_schedule_key(line: Line, key: str, value: Any) -> None:
         if value not in (-1, None):
             line.refuse("-1")
     elif name == "lr_warmup_steps":
-        # Below 0, the steps are a share of all steps. 0 means no warm-up for the RL trainers before
-        # verl 0.10, and the share otherwise.
+        # A negative number means that `lr_warmup_steps_ratio`, a share of all steps, is used instead
+        # (-1 here). So do null and 0, but 0 means no warm-up in the RL trainers before verl 0.10.
         is_zero_unset = line.version == VERSIONS[-1] or line.entry.task == "sft"
         is_unset = value is None or value < 0 or (value == 0 and is_zero_unset)
         line.set(key, -1 if is_unset else value)
@@ -359,11 +374,11 @@ _SIZES = {
         "fully_shard_parallel_size",
     ),
 }
-"""Names that other training engines of verl have for the sizes of a role."""
+"""Names that other training engines of verl have for a size, by the name here."""
 
 
 def _trained_role(key: str) -> str:
-    """Section of the role that a key belongs to: the critic's, or else the actor's."""
+    """Section of the trained role that a key belongs to: "critic", or else `ACTOR`."""
     return "critic" if key.startswith("critic") else ACTOR
 
 
@@ -372,13 +387,17 @@ def set_strategy(line: Line, key: str, value: Any) -> None:
     """Set the training engine. FSDP with the same sizes replaces one that does not exist here."""
     if key != "model_engine":
         line.set(key, value if value in OWN_ENGINES else "fsdp")
+    # `dp` is verl's default of `model_engine`, FSDP.
     if value not in {"dp", *OWN_ENGINES}:
         line.note()
 
 
 @rule_function
 def set_engine_size(line: Line, key: str, value: Any) -> None:
-    """Set a parallel size of a role from the section of a training engine that does not exist here."""
+    """Set a parallel size of a role from the section of a training engine that does not exist here.
+
+    Other keys of such sections, and sizes of 1, have no effect.
+    """
     role = _trained_role(key)
     name = key.rpartition(".")[2]
     is_size = isinstance(value, int) and value > 1
@@ -413,7 +432,7 @@ def set_master_dtype(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def set_step_on_host(line: Line, key: str, value: Any) -> None:
-    """Keep weights and optimizer in host memory, where the step is computed."""
+    """Keep weights and optimizer in host memory and compute the step there (`offload_policy`)."""
     if value:
         line.set(f"{key.partition('.optim')[0]}.fsdp_config.offload_policy", True)
     else:
@@ -422,9 +441,9 @@ def set_step_on_host(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def set_recompute(line: Line, key: str, value: Any) -> None:
-    """Set gradient checkpointing, also if only Megatron's granularity says so.
+    """Set gradient checkpointing, also if only Megatron's `recompute_granularity` is set.
 
-    Whole layers are recomputed with any granularity.
+    Here whole layers are recomputed with any granularity.
     """
     if not value:
         sections = (f"{ACTOR}.megatron", "engine")
@@ -435,9 +454,9 @@ def set_recompute(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def set_micro_batch(line: Line, key: str, value: Any) -> None:
-    """Set the micro-batch of a process from the number of sequences on all processes together.
+    """Set the micro-batch per process from a micro-batch that counts the sequences of all processes.
 
-    Ranks that share a sequence count as one process.
+    Processes that share a sequence (sequence parallelism) count as one.
     """
     num_sharing = line.get(f"{_trained_role(key)}.ulysses_sequence_parallel_size", 1)
     if value is not None:
@@ -465,11 +484,13 @@ def set_adapter_key(line: Line, key: str, value: Any) -> None:
         line.note()
     elif not section.endswith(".lora"):
         line.set(key, value)
+    # The key is in the section `model.lora`.
     elif not line.is_users_key or value in (None, []):
         return
     elif name == "target_modules":
         names = [value] if isinstance(value, str) else value
         modules = chain.from_iterable(_MEGATRON_MODULES.get(name, (name,)) for name in names)
+        # With empty text, the modules keep their default.
         if value:
             line.set("actor_rollout_ref.model.target_modules", list(modules))
     # Without a rank in this section, verl reads `model.lora_rank`.
@@ -505,6 +526,7 @@ def set_rollout_key(line: Line, key: str, value: Any) -> None:
             line.set(key, "async" if has_turns else value)
             if has_turns and value == "sync":
                 line.note()
+                # In verl, the mode `sync` calls tools if these files are set. Here an agent loop does so.
                 if any(line.get(f"{section}.{name}") for name in _CONVERSATION_FILES):
                     line.set(f"{ROLLOUT}.agent.default_agent_loop", "tool_agent")
         case "tensor_model_parallel_size":
@@ -542,15 +564,18 @@ _OVERLONG_SECTIONS = (
 
 @rule_function
 def set_overlong_penalty(line: Line, key: str, value: Any) -> None:
-    """Set the penalty for long responses. Only the manager `dapo` has it."""
+    """Set a key of the penalty for long responses, and the length from which it is counted.
+
+    Without the reward manager `dapo`, or if the penalty is not enabled, the key has no effect.
+    """
     is_enabled = any(line.get(f"{section}.enable") for section in _OVERLONG_SECTIONS)
     if not is_enabled or _first_value(line, _MANAGER_KEYS) != "dapo":
         line.note()
         return
     line.set(key, value)
-    our_limit = f"{REWARD}.reward_kwargs.max_resp_len"
-    limits = ("reward.reward_kwargs.max_resp_len", our_limit, "data.max_response_length")
-    line.set(our_limit, _first_value(line, limits))
+    limit_key = f"{REWARD}.reward_kwargs.max_resp_len"
+    limits = ("reward.reward_kwargs.max_resp_len", limit_key, "data.max_response_length")
+    line.set(limit_key, _first_value(line, limits))
 
 
 @rule_function
@@ -585,26 +610,28 @@ def set_critic_key(line: Line, key: str, value: Any) -> None:
 
 
 def set_processes(line: Line) -> None:
-    """Set the backend, and fit the sizes of the roles to the number of processes."""
+    """Set the backend, and adapt the parallel sizes of the roles to the number of processes."""
     num_processes = count_processes(line)
     for role in (ACTOR, "critic"):
         _fit_sequence_parallel(line, role, num_processes)
         programs.set_shard_size(line, role, num_processes)
-    # A line that trains with Megatron has further rules.
-    if line.rules != line.entry.rules:
+    # Only a line that trains with Megatron has further rules.
+    if line.rule_names != line.entry.rule_names:
         programs.share_actor_sizes(line, ["critic"] if has_critic(line) else [])
     # A line that names a cluster runs on Ray, even with one process.
     if num_processes != 1 or "ray_kwargs.ray_init.address" in line.settings:
         line.set("trainer.backend", "ray", "trainer.n_gpus_per_node")
+    # Some versions of verl have no default of the rollout engine (`MISSING`).
     engine_key = f"{ROLLOUT}.name"
     if engine_key not in line.settings:
         line.set(engine_key, "vllm", engine_key)
 
 
 def _fit_sequence_parallel(line: Line, role: str, num_processes: int) -> None:
-    """Lower the sequence-parallel size if it is larger than the number of processes.
+    """Lower the sequence-parallel size of a role if it is larger than the number of processes.
 
-    The checks of the configuration report a size that does not fit for another reason.
+    Nothing changes if the tensor- and pipeline-parallel sizes do not divide the number of processes;
+    the checks of the configuration report that.
     """
     key = f"{role}.ulysses_sequence_parallel_size"
     size = line.settings.get(key, 1)
@@ -618,7 +645,7 @@ def _fit_sequence_parallel(line: Line, role: str, num_processes: int) -> None:
     if num_processes % ranks_per_model == 0:
         line.settings[key] = num_processes // ranks_per_model
         line.note(
-            f"There are {num_processes} processes: as many share a sequence. No number depends on it.",
+            f"There are only {num_processes} processes, which share a sequence. No number depends on it.",
             key,
         )
 
@@ -626,8 +653,8 @@ def _fit_sequence_parallel(line: Line, role: str, num_processes: int) -> None:
 def set_schedules(line: Line) -> None:
     """Set how learning-rate schedules count steps, and when they end.
 
-    verl counts steps from 0, except for cosine schedules if version 0.10's key says so. A schedule
-    ends at `total_training_steps` if it is set, even if the epochs end before.
+    verl counts steps from 0 (`zero_indexed_step`). Since 0.10 this is a key, but only cosine schedules
+    read it. A schedule ends at `total_training_steps` if it is set, even if the epochs end before.
     """
     num_steps = line.settings.get("trainer.total_training_steps")
     for section in (spell_key(f"{ACTOR}.optim", line.entry.task), "critic.optim"):
@@ -643,15 +670,15 @@ def set_schedules(line: Line) -> None:
             line.settings.setdefault(key, True)
         else:
             line.note(
-                "verl reads it for a cosine alone: the steps of other schedules are counted from 0.",
+                "verl reads it only for cosine schedules: the steps of other schedules are counted from 0.",
                 key,
             )
             line.settings[key] = True
 
 
 def set_reward_model(line: Line) -> None:
-    """Set the processes of a reward model, and drop the reward function that it replaces."""
-    # Older versions have the second section.
+    """Set the processes of a reward model, and drop the user's reward function that it replaces."""
+    # verl's section is the first; in older versions the second.
     sections = ("reward.reward_model", "reward_model")
     section = next((name for name in sections if line.get(f"{name}.enable")), None)
     if section is None:
@@ -668,7 +695,7 @@ def set_reward_model(line: Line) -> None:
     # the function, which may call the served reward model.
     function_key = "custom_reward_function.path"
     if line.settings.get(function_key):
-        reason = "The reward model gives the scores: the function is not called."
+        reason = "The function is not called, because the reward model gives the scores."
         has_loop = VERSIONS.index(line.version) >= VERSIONS.index("0.8.0")
         if has_loop and line.get(f"{REWARD}.use_reward_loop", True):
             reason += " verl would call it, with the address of the served model."
@@ -695,4 +722,4 @@ FINISH: dict[str, tuple[Callable[[Line], None], ...]] = {
     "fsdp_sft": (programs.set_supervised_run, set_schedules),
     "generation": (programs.cut_prompts_at_end,),
 }
-"""Functions that are called after all keys of a line, by the first name of `Entry.rules`."""
+"""Functions that are called after all keys of a line, by the first of `Entry.rule_names`."""

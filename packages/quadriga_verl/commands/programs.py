@@ -40,10 +40,10 @@ def _size(line: Line, key: str, otherwise: int = 1) -> int:
 
 
 def set_shard_size(line: Line, role: str, num_processes: int) -> None:
-    """Adapt `fsdp_size`, the number of ranks that shard a copy of a role's weights.
+    """Adapt `fsdp_size`, the number of ranks over which one copy of a role's weights is sharded.
 
-    In Quadriga it must be a multiple of the sequence-parallel size, and is -1 if all ranks share one
-    copy.
+    In Quadriga it must be a multiple of the sequence-parallel size, and is -1 if there is only one
+    copy, sharded over all ranks. Other values are adapted to that.
 
     Args:
         line: the line.
@@ -56,7 +56,7 @@ def set_shard_size(line: Line, role: str, num_processes: int) -> None:
     num_ranks = num_processes // (tensor_size * pipeline_size)
     if 0 < size < num_ranks and size % sequence_size:
         line.note(
-            "Ranks that share a sequence share one copy of the weights too; no number depends on it.",
+            "It is raised to a multiple of the sequence-parallel size; no number depends on it.",
             line.sources[key],
         )
         size = lcm(size, sequence_size)
@@ -67,11 +67,12 @@ def set_shard_size(line: Line, role: str, num_processes: int) -> None:
 
 
 def share_actor_sizes(line: Line, roles: list[str]) -> None:
-    """Give all roles on the actor's processes the actor's sizes, since Megatron requires that.
+    """Give all roles on the actor's processes the parallel sizes of the actor, as Megatron requires.
 
     Args:
         line: a line that trains with Megatron.
-        roles: roles on the processes of the actor, without the reward model.
+        roles: roles on the processes of the actor. The reward model is added if it has no processes of
+            its own.
     """
     sections = ("reward.reward_model", "reward_model")
     has_model = any(line.get(f"{section}.enable") for section in sections)
@@ -85,7 +86,7 @@ def share_actor_sizes(line: Line, roles: list[str]) -> None:
             actor_size = line.settings.get(f"{_ACTOR}.{name}", 1)
             if line.settings.get(key, 1) != actor_size:
                 line.note(
-                    "Roles that share processes have the actor's sizes: Megatron has one set of them in a process.",
+                    "Roles that share processes have the actor's sizes: Megatron has one set of sizes in a process.",
                     line.sources.get(key, key),
                 )
                 line.settings[key] = actor_size
@@ -95,10 +96,11 @@ def share_actor_sizes(line: Line, roles: list[str]) -> None:
 def drop_engine_setting(line: Line, key: str, value: Any) -> None:
     """Drop a setting of a training engine that does not exist here."""
     engine = line.get("engine.group", line.get("engine.strategy"))
+    # verl would refuse such a key too: its own FSDP engine has not got it.
     if engine in OWN_ENGINES and key not in line.keys.default:
         line.refuse("a key of verl's FSDP engine", "Leave it out.")
     line.note(
-        "Memory and speed alone depend on it: weights are sharded layer by layer, and sequences are packed."
+        "Only memory and speed depend on it: weights are sharded layer by layer, and sequences are packed."
     )
 
 
@@ -123,14 +125,14 @@ def set_supervised_key(line: Line, key: str, value: Any) -> None:
             if counts_tokens == (key == "data.max_token_len_per_gpu"):
                 line.set(f"engine.{key.removeprefix('data.')}", value)
             else:
-                line.note("data.use_dynamic_bsz says that it is not read.")
+                line.note("It is not read with this value of data.use_dynamic_bsz.")
         case "data.multiturn.enable":
             line.set("data.format", "messages" if value else "prompt_response")
 
 
 @rule_function
 def set_min_lr(line: Line, key: str, value: Any) -> None:
-    """Convert the last learning rate to a share of the highest one."""
+    """Convert the learning rate at the end of the schedule to a share of the highest one."""
     highest_rate = line.get("optim.lr")
     if is_number(value) and is_number(highest_rate) and highest_rate > 0:
         line.set("optim.min_lr_ratio", value / highest_rate)
@@ -140,7 +142,10 @@ def set_min_lr(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def set_column(line: Line, key: str, value: Any) -> None:
-    """Set the name of a column, or the dotted path of an entry inside it."""
+    """Set the name of a column, or the dotted path of an entry inside it.
+
+    In verl the names inside a column are in another key, such as `prompt_dict_keys` for `prompt_key`.
+    """
     inner_names = line.get(key.replace("_key", "_dict_keys"), [])
     names = value if isinstance(value, list) else [value]
     line.set(key, ".".join([*names, *inner_names]))
@@ -152,11 +157,12 @@ def set_supervised_run(line: Line) -> None:
     # `find_program` has converted torchrun's options to these keys. Without them, the run has as many
     # processes as its parallel sizes need.
     launcher_keys = line.keys.from_user & {"trainer.nnodes", "trainer.n_gpus_per_node"}
-    numbers = [line.get(key, 1) for key in launcher_keys]
-    numbers = [number for number in numbers if isinstance(number, int)]
-    if not numbers:
-        numbers = [_size(line, f"engine.{name}") for name in _SIZES]
-    num_processes = prod(numbers)
+    # Factors of the number of processes: nodes and processes of each, or else the parallel sizes.
+    factors = [line.get(key, 1) for key in launcher_keys]
+    factors = [factor for factor in factors if isinstance(factor, int)]
+    if not factors:
+        factors = [_size(line, f"engine.{name}") for name in _SIZES]
+    num_processes = prod(factors)
     set_shard_size(line, "engine", num_processes)
     if num_processes == 1:
         return
@@ -164,8 +170,8 @@ def set_supervised_run(line: Line) -> None:
     if not launcher_keys:
         line.set("trainer.n_gpus_per_node", num_processes)
         line.note(
-            f"{num_processes} processes are started, as many as it needs: torchrun's words, or "
-            "trainer.n_gpus_per_node and trainer.nnodes, say how many.",
+            f"{num_processes} processes are started, as many as the parallel sizes need. Set another "
+            "number by torchrun's options, or by trainer.n_gpus_per_node and trainer.nnodes.",
             "engine.ulysses_sequence_parallel_size",
         )
 
@@ -179,13 +185,16 @@ _TOP_K = "forward_kl_topk"
 
 @rule_function
 def check_teacher_key(line: Line, key: str, value: Any) -> None:
-    """Check a key of distillation. `set_distillation` translates all of them together."""
+    """Note a key of distillation that has no effect, or refuse a `teacher_key` that has no counterpart.
+
+    `set_distillation` translates all keys of distillation together.
+    """
     if not line.get("distillation.enabled"):
         line.note()
         return
     grader_column = line.get("data.reward_fn_key", "data_source")
     if key == "distillation.teacher_key" and value != grader_column:
-        fix = "Teachers are chosen by the column that chooses graders."
+        fix = "Use that column: teachers are chosen by the column that chooses graders."
         line.refuse("the name in data.reward_fn_key", fix)
 
 
@@ -195,6 +204,7 @@ def set_distillation(line: Line) -> None:
         return
     paths = {}
     for key in line.keys.tree.keys_below(_TEACHERS):
+        # `distillation.teacher_models.NAME.KEY`
         name = key.split(".")[2]
         path = line.get(f"{_TEACHERS}.{name}.model_path")
         if path:
@@ -216,6 +226,7 @@ def set_distillation(line: Line) -> None:
         teachers = {str(sources[name]): path for name, path in paths.items()}
         line.set("distillation.teachers", teachers, source)
 
+    # Teachers have processes of their own if verl's line gives them nodes.
     num_per_node = line.get("distillation.n_gpus_per_node", 8)
     num_nodes = line.get("distillation.nnodes", 0)
     if all(isinstance(number, int) and number > 0 for number in (num_per_node, num_nodes)):
@@ -225,16 +236,18 @@ def set_distillation(line: Line) -> None:
         line.settings["trainer.placement"] = {**placement, "teacher": "teacher"}
         pools = line.settings.get("trainer.resource_pools") or {}
         line.settings["trainer.resource_pools"] = {**pools, "teacher": [num_per_node] * num_nodes}
-    _teacher_loss(line)
+    _set_teacher_loss(line)
 
 
-def _teacher_loss(line: Line) -> None:
+def _set_teacher_loss(line: Line) -> None:
     """Set the divergence from a teacher.
 
-    In verl it is a loss of its own, with its own clips. Without task rewards it is the only loss.
+    In verl the divergence is a loss of its own, with its own clips; without task rewards it is the
+    only loss. With `use_policy_gradient` it is subtracted from the advantages here, so that the
+    clips of the policy loss must be those of the divergence, too.
     """
     has_rewards = line.get(f"{_LOSS}.use_task_rewards", True)
-    is_gradient = line.get(f"{_LOSS}.use_policy_gradient", False)
+    uses_policy_gradient = line.get(f"{_LOSS}.use_policy_gradient", False)
     names = ["loss_mode", "use_policy_gradient", "use_task_rewards", "loss_max_clamp"]
     if line.get(f"{_LOSS}.loss_mode", "k3") == _TOP_K:
         names += ["topk", "log_prob_min_clamp"]
@@ -246,12 +259,11 @@ def _teacher_loss(line: Line) -> None:
     if has_rewards:
         line.set("distillation.loss_coef", float(line.get(weight_key, 1.0)), weight_key)
     else:
-        line.note("verl weighs the divergence beside task rewards alone.", weight_key)
-        _drop_task_loss(line, is_gradient=is_gradient)
-    if not is_gradient:
+        line.note("verl reads this weight only with task rewards.", weight_key)
+        _drop_task_loss(line, uses_policy_gradient=uses_policy_gradient)
+    if not uses_policy_gradient:
         return
 
-    # The clips of the divergence are those of the policy loss here.
     for name in ("clip_ratio_low", "clip_ratio_high"):
         key = f"{_LOSS}.{name}"
         clip = line.get(key, 0.2)
@@ -259,24 +271,30 @@ def _teacher_loss(line: Line) -> None:
         if not has_rewards:
             line.settings[f"{_ACTOR}.{name}"] = clip
         elif clip != actor_clip:
-            fix = "The divergence comes off the advantages: one loss clips both."
+            fix = "Set both to one value: the divergence is subtracted from the advantages, and one loss clips both."
             line.refuse(f"{actor_clip}, as {_ACTOR}.{name}", fix, key)
     if has_rewards:
         line.note(
-            "The divergence comes off the advantages, and one loss clips both; verl clips two.",
+            "The divergence is subtracted from the advantages, and one loss clips both; verl clips two losses.",
             f"{_LOSS}.use_policy_gradient",
         )
 
 
-def _drop_task_loss(line: Line, *, is_gradient: bool) -> None:
-    """Set keys of the policy loss to neutral values, because verl does not use this loss."""
+def _drop_task_loss(line: Line, *, uses_policy_gradient: bool) -> None:
+    """Set keys of the policy loss to neutral values, because verl does not use this loss.
+
+    Args:
+        line: a line that distills without task rewards.
+        uses_policy_gradient: whether the divergence is a policy loss, whose dual clip is then neutral
+            too.
+    """
     neutral_values = {
         f"{_ACTOR}.policy_loss.loss_mode": "vanilla",
         f"{_ACTOR}.entropy_coeff": 0.0,
         f"{_ACTOR}.use_kl_loss": False,
         "algorithm.use_kl_in_reward": False,
     }
-    if is_gradient:
+    if uses_policy_gradient:
         neutral_values[f"{_ACTOR}.clip_ratio_c"] = 3.0
     for key, value in neutral_values.items():
         if line.settings.get(key, value) != value:
@@ -296,9 +314,10 @@ _ASYNC = "async_training"
 def set_async_key(line: Line, key: str, value: Any) -> None:
     """Translate a key of `async_training`. Keys without a branch here are read by other functions."""
     mini_batch = line.get(f"{_ACTOR}.ppo_mini_batch_size")
-    step_size = mini_batch * line.get(f"{_ASYNC}.require_batches", 1)
+    step_size = mini_batch * line.get(f"{_ASYNC}.require_batches", 1)  # prompts
     match key.rpartition(".")[2]:
         case "staleness_threshold":
+            # verl's may be a fraction, the share of a batch that may be stale.
             line.set(f"{_ASYNC}.max_staleness", ceil(value))
             if value % 1:
                 line.note()
@@ -317,22 +336,25 @@ _V1 = "trainer.v1"
 
 @rule_function
 def check_v1_key(line: Line, key: str, value: Any) -> None:
-    """Check a key of the trainer since verl 0.10. `set_trainer_mode` translates its mode."""
+    """Refuse an unknown mode of the trainer since verl 0.10, and note its keys that have no effect.
+
+    `set_trainer_mode` translates the mode and the other keys.
+    """
     if key == f"{_V1}.trainer_mode":
         if value == "colocate_async":
             line.note()
         elif value not in ("sync", "separate_async", None):
             line.refuse("sync, colocate_async or separate_async", "verl has no other trainer.")
         return
-    # Other keys belong to the mode `separate_async`, and only these are read.
+    # The other keys belong to the mode `separate_async`. `set_trainer_mode` reads these of them:
     is_read = key.endswith((".parameter_sync_step", "off_policy_threshold", "off_policy_strategy"))
     is_read = is_read or key.startswith(f"{_ROLLOUT}.")
-    if not (is_read and _is_separate(line)):
+    if not (is_read and _has_separate_rollout(line)):
         line.note()
 
 
-def _is_separate(line: Line) -> bool:
-    """Whether the trainer of verl 0.10 generates on processes of its own (`separate_async`)."""
+def _has_separate_rollout(line: Line) -> bool:
+    """Whether verl 0.10's trainer generates on separate processes (`trainer_mode=separate_async`)."""
     is_v1 = line.get("trainer.use_v1", True)
     return bool(is_v1) and line.get(f"{_V1}.trainer_mode") == "separate_async"
 
@@ -342,12 +364,12 @@ def set_trainer_mode(line: Line) -> None:
 
     A step of that trainer has `parameter_sync_step` updates. Here each update is a step.
     """
-    if not _is_separate(line):
+    if not _has_separate_rollout(line):
         return
     sync_key = f"{_V1}.separate_async.parameter_sync_step"
     num_updates = line.get(sync_key, 4)
     if not isinstance(num_updates, int) or num_updates < 1:
-        fix = "Publish weights after that many updates."
+        fix = "Set the number of updates after which weights are published."
         line.refuse("a whole number, at least 1", fix, sync_key)
         return
     line.set(f"{_ASYNC}.sync_every", num_updates, sync_key)
@@ -355,8 +377,8 @@ def set_trainer_mode(line: Line) -> None:
     line.set(f"{_ASYNC}.max_staleness", line.get(threshold_key, 8), threshold_key)
     strategy_key = f"{_V1}.sampler.max_off_policy_strategy"
     strategy = line.get(strategy_key, "drop")
-    # Dropped groups would be replaced by new ones. With a filter, which also replaces groups, the
-    # step waits for those that it began.
+    # Dropped groups would be replaced by new ones, and so are groups that a filter takes out. With a
+    # filter, the step waits for the groups that it has begun instead.
     if line.settings.get("algorithm.filter_groups.enable"):
         strategy = "wait"
     line.set(f"{_ASYNC}.on_stale", strategy, strategy_key)
@@ -388,7 +410,8 @@ def set_async_training(line: Line) -> None:
     if traits is None or not traits.streams:
         _generate_natively(
             line,
-            "native generates, each process with the whole model; vllm would stay; main_ppo keeps sglang.",
+            "Generated by the engine native, with the whole model in each process. Of verl's engines, "
+            "vllm can be used here, and sglang by main_ppo.",
         )
     line.set(f"{_ASYNC}.enable", True)
     if line.entry.name == "one_step_off_ppo":
@@ -396,13 +419,15 @@ def set_async_training(line: Line) -> None:
     if not any(key.startswith("algorithm.rollout_correction.") for key in line.settings):
         line.set("algorithm.rollout_correction.preset", "disabled")
 
-    # Other roles, such as teachers, keep the processes that they have in the line.
+    # All training roles share the pool "all", and the rollout has the pool "generation". Other roles,
+    # such as teachers, keep their pools.
     placement = {}
     for role, pool in line.settings.get("trainer.placement", {}).items():
         if "rollout" not in role:
             placement[role] = pool
     placement |= {"actor": "all", "ref": "all", "critic": "all", "rollout": "generation"}
-    section = _ROLLOUT if _is_separate(line) else "rollout"
+    # verl's asynchronous programs have the numbers of processes in the section `rollout`.
+    section = _ROLLOUT if _has_separate_rollout(line) else "rollout"
     num_nodes = line.get(f"{section}.nnodes", 1) or 1
     pool = [line.get(f"{section}.n_gpus_per_node", 8)] * num_nodes
     pools = line.settings.get("trainer.resource_pools", {})
@@ -424,7 +449,8 @@ def set_expert_key(line: Line, key: str, value: Any) -> None:
     section, _, name = key.rpartition(".")
     match name:
         case "expert_parallel_size":
-            # Ranks that divide the experts of an engine. verl's number may span several engines.
+            # Here an engine divides its experts over its tensor-parallel ranks, or not at all. verl's
+            # number may span several engines.
             if is_number(value) and value > 1:
                 size = 1
                 if line.get(f"{section}.name") not in _WHOLE_EXPERTS:
@@ -440,7 +466,8 @@ def set_expert_key(line: Line, key: str, value: Any) -> None:
             fix = "Routes travel with the batch: there is nothing to record, or to read."
             line.refuse("disabled, R2 or R3", fix)
         case "moe_router_enable_expert_bias":
-            # Megatron would update the biases of routers in each step, unless their rate is 0.
+            # Megatron would update the biases of routers in each step, unless their rate is 0. Both keys
+            # are in the section that the user wrote, before a row has renamed `key`.
             rate_key = f"{line.current_key.rpartition('.')[0]}.moe_router_bias_update_rate"
             if value and line.get(rate_key) != 0:
                 line.refuse("moe_router_bias_update_rate=0 beside it")
@@ -448,14 +475,17 @@ def set_expert_key(line: Line, key: str, value: Any) -> None:
 
 
 def replace_engine_for_replay(line: Line) -> None:
-    """Replace the engine by one that reports its choices of experts, if the update repeats them."""
+    """Replace a rollout engine that does not report its choices of experts, if the update repeats them.
+
+    Engines of the user, which are not in `ENGINES`, stay.
+    """
     traits = ENGINES.get(line.settings.get(f"{_ROLLOUT}.name", ""))
     repeats_choices = line.settings.get(f"{_ACTOR}.router_replay") == "rollout"
     if repeats_choices and traits is not None and not traits.reports_routes:
         _generate_natively(
             line,
-            "native generates, each process with the whole model: it alone reports the experts that "
-            "it chose, which router_replay repeats.",
+            "Generated by the engine native, with the whole model in each process: only it reports the "
+            "experts that it chose, which router_replay repeats.",
         )
         line.note(
             "The rollout engine is native, which reports the experts that it chose.",
@@ -468,7 +498,7 @@ def replace_engine_for_replay(line: Line) -> None:
 
 @rule_function
 def check_rollout_dtype(line: Line, key: str, value: Any) -> None:
-    """Check the dtype of generation, which is the dtype of training here."""
+    """Refuse a dtype of generation that training does not have, because here both have the same one."""
     names = ("megatron.dtype", "fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype")
     trains_in_float16 = any(line.get(f"{_ACTOR}.{name}") in ("fp16", "float16") for name in names)
     is_possible = value in ("bfloat16", "float32", "auto", None)
@@ -510,7 +540,8 @@ def translate_merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError]
     """Translate the arguments of verl's merger.
 
     Returns:
-        The arguments of `quadriga export`, the problems, and the notices.
+        The arguments of `quadriga export`, the problems, and the notices. If there are problems, the
+        arguments are not valid.
     """
     parser = argparse.ArgumentParser("model_merger", add_help=False, allow_abbrev=False)
     parser.add_argument("operation", nargs="?", default="merge")
@@ -529,10 +560,10 @@ def translate_merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError]
     # Flags that have no effect here are accepted without a notice.
     for word in unknown_words:
         if word not in _MERGER_FLAGS:
-            problems.append(ConfigError(where, f"'{word}'", "a word of its own"))
+            problems.append(ConfigError(where, f"'{word}'", "an option of the merger"))
     if options.operation != "merge":
         got = f"'{options.operation}'"
-        problems.append(ConfigError(where, got, "merge", "Compare by yourself."))
+        problems.append(ConfigError(where, got, "merge", "Compare the two models by yourself."))
     if options.backend not in {None, *OWN_ENGINES}:
         problems.append(ConfigError(f"{where} --backend", options.backend, "fsdp, megatron"))
     if options.hf_upload_path:
@@ -547,5 +578,5 @@ def translate_merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError]
     elif any(folder.glob("model_world_size_*")) or (folder / "dist_ckpt").exists():
         fix = "Merge it where it was trained, with verl; a checkpoint of a run of Quadriga is taken here."
         got = "shards of verl's own"
-        problems.append(ConfigError(str(folder), got, "a checkpoint of ours", fix))
+        problems.append(ConfigError(str(folder), got, "a checkpoint of Quadriga", fix))
     return [str(folder), "--output", str(options.target_dir)], problems, notices

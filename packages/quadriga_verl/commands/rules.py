@@ -25,40 +25,51 @@ SECTIONS = {
 
 
 class Rule(NamedTuple):
-    """A row of rules.tsv; its head explains the columns."""
+    """A row of rules.tsv, whose head explains the columns.
 
+    Attributes:
+        key: the column `pattern` as it is written. Rows of the kind "unlike" have a plain key there.
+        pattern: the same as a regular expression.
+        becomes: kind of the row, the first word of the column `becomes`: ">", "@", "any", "note",
+            "given", "stop" or "unlike"; or "values" if the column is a list.
+        argument: the rest of that column, with JSON parsed: a key (">"), the name of a function
+            ("@"), accepted values ("stop", "values"), or accepted values by key ("unlike").
+        sentence: the column `sentence`; "" if the row has none.
+    """
+
+    key: str
     pattern: re.Pattern[str]
-    becomes: str  # ">", "@", "any", "note", "given", "stop", "unlike" or "values"
-    argument: Any  # what follows in the column, with JSON parsed; the list of "values"
-    sentence: str  # "" if the row has none
+    becomes: str
+    argument: Any
+    sentence: str
 
 
 def rule_function(function: Function) -> Function:
     """Decorator that makes a function available to rules.tsv as `@ NAME`.
 
-    It is called as `function(line, key, value)`: the `Line` that is being translated, the key in
-    the spelling of its row, and verl's value. `line.sentence` has the sentence of the row.
+    The function is called as `function(line, key, value)` with the `Line` that is being translated,
+    the key (its new name if a row has renamed it) and verl's value. `line.sentence` is the sentence
+    of the row.
     """
     FUNCTIONS[function.__name__] = function
     return function
 
 
 @cache
-def rules_of(names: str) -> tuple[Rule, ...]:
+def rules_of(names: tuple[str, ...]) -> tuple[Rule, ...]:
     """Read the rows of a program.
 
     Args:
-        names: `Entry.rules`. Rows that have none of these names are left out.
+        names: `Line.rule_names`. Rows for other names are left out.
 
     Returns:
         The rows, in the order of the file.
     """
-    own_names = set(names.split(","))
     rules = []
     for trees, pattern, becomes, sentence in read_rows("rules.tsv"):
-        if trees != "*" and own_names.isdisjoint(trees.split(",")):
+        if trees != "*" and set(names).isdisjoint(trees.split(",")):
             continue
-        # In a pattern, `*` and names in angle brackets are special.
+        # In a pattern, `*` and names in angle brackets are special; all else stands for itself.
         text = re.escape(pattern).replace(r"\*", "(.*)")
         for name, sections in SECTIONS.items():
             text = text.replace(re.escape(name), sections)
@@ -68,26 +79,29 @@ def rules_of(names: str) -> tuple[Rule, ...]:
             argument = becomes
         if kind in ("values", "stop", "unlike"):
             argument = json.loads(argument)
-        rules.append(Rule(re.compile(text), kind, argument, sentence if sentence != "-" else ""))
+        if sentence == "-":
+            sentence = ""
+        rules.append(Rule(pattern, re.compile(text), kind, argument, sentence))
     return tuple(rules)
 
 
 @cache
-def find_rule(names: str, task: str, key: str) -> Rule | None:
-    """Find the first row that matches a key.
+def find_rule(names: tuple[str, ...], task: str, key: str) -> Rule | None:
+    """Find the row that says what becomes of a key: the first that matches.
 
     Args:
-        names: the program's names, as for `rules_of`.
+        names: `Line.rule_names`.
         task: the task of the translation.
         key: the key of verl.
 
     Returns:
-        The row; if it renames the key, its argument is the new name without placeholders. None: no
-        row matches.
+        The row. If it renames the key, `argument` is the new name, with the parts of `key` in place
+        of `*` and `<NAME>`. None: no row matches.
     """
     is_ours = leaf_of(key, task) is not None
     for rule in rules_of(names):
-        # A row that drops all keys of a pattern does not apply to keys that exist here too.
+        # Rows of the kind "unlike" only add notices, see `translate`. Rows that drop keys do not
+        # apply to keys that exist here too.
         if rule.becomes == "unlike" or (is_ours and rule.becomes in ("any", "values")):
             continue
         match = rule.pattern.fullmatch(key)
@@ -95,8 +109,8 @@ def find_rule(names: str, task: str, key: str) -> Rule | None:
             continue
         if rule.becomes != ">":
             return rule
-        name = rule.argument
+        new_key = rule.argument
         for part in match.groups():
-            name = re.sub(r"\*|<\w+>", part, name, count=1)
-        return rule._replace(argument=name)
+            new_key = re.sub(r"\*|<\w+>", part, new_key, count=1)
+        return rule._replace(argument=new_key)
     return None

@@ -37,7 +37,7 @@ _REDIRECTION = re.compile(r"(&>>?|\d*(?:<<<|<<-?|>>|>\||[<>])(?:&[\d-]+)?)[ \t]*
 
 # Expanded values contain these marks, which are characters that no script contains.
 _GAP = "\0"  # between words, if a word of the script expands to several
-_KEPT = "\1"  # at the start of quoted text, so that a word is kept even if the text is empty
+_QUOTED = "\1"  # at the start of quoted text, so that a word is kept even if the text is empty
 
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -74,8 +74,9 @@ class Command:
     Attributes:
         line: line in which it begins.
         words: its words, expanded. Words that cannot be expanded are left out.
-        problems: why words cannot be expanded, or why it is not known whether the command is run.
-        notices: notices about variables whose values are taken from the environment.
+        problems: why words cannot be expanded, why it is not known whether the command is run, or
+            why it is not reached.
+        notices: notices about variables before the command whose values are the environment's.
     """
 
     line: int
@@ -118,7 +119,7 @@ class _Array:
 
 @dataclass
 class _Statement:
-    """A command as it is written in the script.
+    """A piece of the script between two separators: a command, a keyword, or a pattern of `case`.
 
     Attributes:
         before: the separator before it, such as "&&".
@@ -132,7 +133,7 @@ class _Statement:
 
 
 def _piece_end(text: str, start: int) -> int:
-    """Find the end of a piece of a word: a quoted part, an expansion, or one character.
+    """Find the position after a piece of a word: a quoted part, an expansion, or one character.
 
     Raises:
         IndexError, ValueError: a quote or a bracket is not closed.
@@ -148,7 +149,7 @@ def _piece_end(text: str, start: int) -> int:
 
 
 def _bracket_end(text: str, start: int, closing: str) -> int:
-    """Find the end of quotes or brackets.
+    """Find the position after the closing quote or bracket.
 
     Args:
         text: the script.
@@ -189,7 +190,7 @@ def _split_statements(text: str) -> Iterator[_Statement]:
             position = blank.end()
         elif redirection:
             start = position = redirection.end()
-            # `2>&1` has no file behind it.
+            # No file follows `2>&1`, but one follows `&>`, whose first character is the sign, too.
             if "&" not in redirection[1][1:]:
                 _, position = _read_word(text, start)
             if "<<" in redirection[1] and "<<<" not in redirection[1]:
@@ -236,7 +237,7 @@ def _read_word(text: str, start: int) -> tuple[Any, int]:
     except (IndexError, ValueError) as error:
         where = f"line {text.count(chr(10), 0, start) + 1}"
         got = "a quote or bracket without its end"
-        raise ConfigError(where, got=got, expected="both") from error
+        raise ConfigError(where, got=got, expected="a closing one") from error
     elements = []
     for part in _split_statements(text[end + 1 : array_end - 1]):
         elements += part.words
@@ -253,8 +254,8 @@ class _ShellBlock:
     Attributes:
         is_run: whether the commands of the current branch are run. None: not known.
         is_done: whether this or an earlier branch is run, so that no later one is. None: not known.
-        subject: the word of `case`, as a list of at most one.
-        patterns: patterns of the next branch of `case` that were read so far. None: a branch has
+        subject: the word between `case` and `in`, as a list of at most one.
+        patterns: patterns of the next branch of `case` that were read so far. None: its branch has
             begun, or the block is not a `case`.
     """
 
@@ -292,7 +293,7 @@ class _Shell:
         self._is_condition = False  # whether the statement is part of a condition, before `then`
 
     def read(self, statement: _Statement) -> Command | None:
-        """Update the state by the next statement of the script.
+        """Follow the next statement of the script: update variables, open blocks and exit status.
 
         Returns:
             The command that the statement runs, or may run. None: it is not a command, or is
@@ -329,7 +330,12 @@ class _Shell:
         return self._expand_command(words, is_run)
 
     def _expand_command(self, words: list[Any], is_run: Trilean) -> Command:
-        """Make a command by expanding its words."""
+        """Make a command by expanding its words.
+
+        Args:
+            words: the words, unexpanded.
+            is_run: whether the command is run. None: not known, which is a problem of the command.
+        """
         command = Command(self._line, notices=list(self._notices))
         for word in words:
             try:
@@ -352,6 +358,7 @@ class _Shell:
             keyword = words[0]
             if keyword in ("if", "elif"):
                 result = self._evaluate_condition(words[1:])
+                # An `elif` continues the innermost block.
                 if keyword == "if" or not self._blocks:
                     self._blocks.append(_ShellBlock(False, False))
                 self._blocks[-1].begin_branch(result)
@@ -360,6 +367,7 @@ class _Shell:
             if keyword == "else" and self._blocks:
                 self._blocks[-1].begin_branch(True)
             elif keyword == "case":
+                # `case SUBJECT in PATTERN ...`
                 block = _ShellBlock(False, False, subject=words[1:2], patterns=words[3:])
                 self._blocks.append(block)
                 return False
@@ -422,6 +430,7 @@ class _Shell:
                     operands.append(self._expand_to_text(word))
             match operands:
                 case [first, sign, second] if sign in _COMPARISONS:
+                    # `[[ a = b* ]]` compares with a pattern, which is not decided.
                     is_pattern = "[[" in words and not set(second).isdisjoint("*?[")
                     if is_pattern:
                         return None
@@ -458,7 +467,7 @@ class _Shell:
             if isinstance(word, _Array):
                 gap = _GAP
                 fields = chain.from_iterable(map(self._expand_to_words, word.elements))
-                value = gap.join(_KEPT + part for part in fields)
+                value = gap.join(_QUOTED + part for part in fields)
             self._variables[name] = self._variable_value(name) + gap + value if appends else value
         except _Unknown as unknown:
             self._variables[name] = self._environment.get(name, unknown)
@@ -482,12 +491,12 @@ class _Shell:
 
     def _expand_to_text(self, raw: str) -> str:
         """Expand a word to a single text, as in an assignment."""
-        return self._expand(raw).replace(_GAP, " ").replace(_KEPT, "")
+        return self._expand(raw).replace(_GAP, " ").replace(_QUOTED, "")
 
     def _expand_to_words(self, raw: str) -> list[str]:
         """Expand a word to any number of words, as in a command."""
         parts = self._expand(raw, splits=True).split(_GAP)
-        return [part.replace(_KEPT, "") for part in parts if part]
+        return [part.replace(_QUOTED, "") for part in parts if part]
 
     def _expand(self, raw: str | _Array, *, is_quoted: bool = False, splits: bool = False) -> str:
         """Expand the pieces of a word.
@@ -498,7 +507,7 @@ class _Shell:
             splits: whether blanks in expanded values separate words.
 
         Returns:
-            The value, with the marks `_GAP` and `_KEPT`.
+            The value, with the marks `_GAP` and `_QUOTED`.
 
         Raises:
             _Unknown: a piece cannot be expanded.
@@ -533,15 +542,15 @@ class _Shell:
         return "".join(values)
 
     def _literal_value(self, piece: str, is_quoted: bool) -> str:
-        """Value of a piece that is not an expansion: a quoted part, or a character."""
+        """Value of a piece that is not an expansion: a quoted part, an escape, or a character."""
         if piece.startswith("\\"):
             is_escape = not is_quoted or piece[1:] in '$`"\\\n'
             return piece[1:].strip("\n") if is_escape else piece
         if is_quoted or len(piece) == 1:
             return piece
         if piece.startswith("'"):
-            return _KEPT + piece[1:-1]
-        return _KEPT + self._expand(piece[1:-1], is_quoted=True)
+            return _QUOTED + piece[1:-1]
+        return _QUOTED + self._expand(piece[1:-1], is_quoted=True)
 
     def _parameter_value(self, inner: str) -> str:
         """Value of `${inner}`. Elements of an array are joined by `_GAP`.

@@ -31,7 +31,7 @@ from quadriga_verl.commands.verl_keys import VerlKeys, is_among, is_number
 GROUPS = ("engine", "model", "optim")
 """Groups of configuration files that a word without a dot, such as `engine=megatron`, chooses from."""
 
-_FLAGS = {
+_FLAGS = {  # path and name of a configuration file
     "--config-path": "path",
     "-cp": "path",
     "--config-name": "name",
@@ -50,7 +50,8 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
         version: the version of verl whose defaults hold.
 
     Returns:
-        The line, with the translation or with all problems; no problem is raised.
+        The line. If `Line.refused` is not empty, the translation is not complete and `Line.config`
+        is None. No problem is raised.
     """
     if entry.refused:
         problem = ConfigError(entry.name, fix=entry.refused)
@@ -62,6 +63,7 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
         line = compose(entry, words, version)
         _translate_keys(line)
         if line.stopped:
+            # One key makes the whole run impossible: problems of other keys would only distract.
             problem = ConfigError(entry.name, fix=line.stopped)
             return Line(entry, version, VerlKeys(entry), refused=[problem])
         if not line.refused:
@@ -88,7 +90,7 @@ def _read_settings(line: Line) -> list[ConfigError]:
     line.notices += [
         f"{', '.join(keys)}: {sentence}" for sentence, keys in line.ineffective_keys.items()
     ]
-    # Problems of a key name verl's key too, if it has another name there.
+    # Problems of a key also name the key of verl that it was set from, if the names differ.
     places = {}
     for key, source in line.sources.items():
         if source not in (key, ""):
@@ -97,7 +99,8 @@ def _read_settings(line: Line) -> list[ConfigError]:
     line.config, problems, notices = read_settings(
         line.settings, places, task=line.entry.task, for_training=is_training
     )
-    # Leave out notices that the user's keys have not caused.
+    # Leave out notices that verl's defaults alone cause. `_notices_of_defaults` translates a line
+    # without keys of the user, whose notices must not be left out.
     usual_notices = frozenset[str]()
     if line.keys.from_user:
         usual_notices = _notices_of_defaults(line.entry, line.version)
@@ -115,9 +118,11 @@ def _note_redundant_keys(line: Line, words: Sequence[str]) -> None:
         line: the line, with all keys translated.
         words: its arguments.
     """
+    # A key that was reported, or from which something was set, is not redundant. For the others the
+    # line is translated again without the key.
     reported_keys = {key for keys in line.ineffective_keys.values() for key in keys}
-    accounted_keys = reported_keys.union(line.sources.values())
-    for key in sorted(line.keys.from_user - accounted_keys):
+    effective_keys = set(line.sources.values())
+    for key in sorted(line.keys.from_user - reported_keys - effective_keys):
         if not line.keys.is_changed(key) or line.is_only_checked(key):
             continue
         line_without = compose(line.entry, words, line.version)
@@ -135,20 +140,21 @@ def _notices_of_defaults(entry: Entry, version: str) -> frozenset[str]:
 
 def _translate_keys(line: Line) -> None:
     """Translate each key of the tree, and then what the keys mean together."""
-    line.rules = line.entry.rules
+    line.rule_names = line.entry.rule_names
     for key in ("engine.group", "engine.strategy", "actor_rollout_ref.actor.strategy"):
         if str(line.get(key)) in MEGATRON_ENGINES:
-            line.rules = f"megatron,{line.entry.rules}"
+            line.rule_names = ("megatron", *line.entry.rule_names)
     for key in list(line.keys.tree.values):
         _translate_key(line, key)
-    # Differences from verl on purpose are reported once all keys are known.
     line.current_key = ""
-    for rule in rules_of(line.rules):
+    # Rows of the kind "unlike" are notices about keys whose effect differs from verl's on purpose, if
+    # other keys have the values in `rule.argument`.
+    for rule in rules_of(line.rule_names):
         if rule.becomes == "unlike":
             conditions = rule.argument.items()
             if all(is_among(line.get(key), values) for key, values in conditions):
-                line.note(rule.sentence, rule.pattern.pattern.replace("\\", ""))
-    for function in FINISH.get(line.entry.rules.partition(",")[0], ()):
+                line.note(rule.sentence, rule.key)
+    for function in FINISH.get(line.entry.rule_names[0], ()):
         function(line)
 
 
@@ -175,19 +181,23 @@ def _translate_key(line: Line, key: str) -> None:
 
 
 def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
-    """Build verl's tree in Hydra's order: the defaults, the configuration file, then each word.
+    """Fill the keys of a line in Hydra's order: the defaults, the configuration file, then each word.
 
     Args:
         entry: the program.
         words: its arguments.
         version: the version of verl whose defaults hold.
+
+    Returns:
+        A line whose keys are not translated yet. Words that cannot be read are in `Line.refused`, a
+        missing configuration file in `Line.machine`.
     """
     problems = []
     flags, parsed_words = _parse_words(words, problems)
     name = str(flags.get("name") or "").removesuffix(".yaml").rpartition("/")[2]
     tree = CONFIG_FILES.get(name, entry.tree)
-    for word in reversed(parsed_words):
-        # A tree of a training engine.
+    for word in parsed_words:
+        # `model_engine=megatron` selects defaults of its own, the tree `ppo_megatron`.
         if word.key in ("model_engine", "engine") and f"{entry.tree}_{word.value}" in TREES:
             tree = f"{entry.tree}_{word.value}"
     default = verl_defaults(tree, version) | verl_defaults(entry.name, version)
@@ -207,7 +217,8 @@ def _apply_word(line: Line, word: Word, problems: list[ConfigError]) -> None:
     tree = line.keys.tree
     chooses_file = key in GROUPS and isinstance(word.value, str) and tree.keys_below(key)
     if "@" in key or chooses_file:
-        # A file of a group takes the place of a section.
+        # The word chooses a file, `SECTION=FILE` or `GROUP@SECTION=FILE`. Files of verl are not read:
+        # the name of the file is stored as `SECTION.group`, which rules.tsv translates.
         key = (key.partition("@")[2] or key) + ".group"
     if word.sign == "~":
         if key not in tree.values and not tree.keys_below(key):
@@ -217,7 +228,8 @@ def _apply_word(line: Line, word: Word, problems: list[ConfigError]) -> None:
         tree.drop(key)
         return
 
-    # A section may replace a value, or a value a section; keys that are gone are not the user's.
+    # A section may replace a value, or a value a section. Keys that no longer exist are then removed
+    # from `from_user`.
     keys_before = {key, *tree.keys_below(key)}
     tree.put(key, word.value)
     line.keys.from_user.update(tree.keys_below(key))
@@ -235,7 +247,7 @@ def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
             "--config-name",
             got=f"'{file}'",
             expected="a file that exists",
-            fix="The rest is read over the program's own defaults.",
+            fix="Check --config-path. Without the file, the words are read over the program's defaults.",
         )
         line.machine.append(problem)
         return
@@ -252,7 +264,15 @@ def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
 def _parse_words(
     words: Iterable[str], problems: list[ConfigError]
 ) -> tuple[dict[str, str], list[Word]]:
-    """Parse the words of a command line: Hydra's own options, and words that set keys."""
+    """Parse the words of a command line.
+
+    Args:
+        words: the words. Those that set keys of Hydra itself (`hydra.NAME=VALUE`) are ignored.
+        problems: list to which words are added that cannot be parsed.
+
+    Returns:
+        Values of Hydra's options, by the names in `_FLAGS`; and the words that set keys.
+    """
     flags = {}
     parsed_words = []
     remaining_words = iter(words)

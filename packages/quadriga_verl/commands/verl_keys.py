@@ -35,8 +35,8 @@ class VerlKeys:
         tree: all keys with their values.
         default: verl's defaults of this program and version.
         from_user: keys of `tree` that the command line or a user's file sets.
-        new: those of `from_user` that may be unknown to verl, because they have Hydra's sign for a
-            new key or are from a file. Hydra refuses any other unknown key.
+        new: keys in `from_user` that verl need not know, because they have Hydra's sign for a new key
+            (`+` or `++`) or are from a file. Hydra refuses any other unknown key.
     """
 
     entry: Entry
@@ -60,7 +60,7 @@ class VerlKeys:
         return otherwise if value is None or value == MISSING else value
 
     def unset(self, key: str) -> None:
-        """Undo the user's setting of a key: it has verl's default again, or is gone."""
+        """Undo the user's setting of a key: restore verl's default, or remove a key without default."""
         if key in self.default:
             self.tree.values[key] = self.default[key]
         else:
@@ -75,7 +75,7 @@ class VerlKeys:
     def default_of(self, key: str) -> Any:
         """verl's default of a key, with references resolved.
 
-        If this version does not have the key, it is the default of the latest version that has.
+        If this version does not have the key, return the default of the latest version that has it.
         None: no version has the key.
         """
         defaults = [self.default]

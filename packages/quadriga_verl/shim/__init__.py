@@ -36,8 +36,9 @@ def read_table() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """Read table.tsv.
 
     Returns:
-        For each module of verl, parent packages included, its names and `module:attribute` of what
-        they stand for; and advice by dotted name for what is missing here.
+        modules: for each module of verl, parent packages included: the place `module:attribute` of
+            what a name stands for, by the name.
+        missing: what to use instead of a module or name that does not exist here, by dotted name.
     """
     modules = {}
     missing = {}
@@ -59,7 +60,10 @@ MODULES, MISSING = read_table()
 
 
 def is_before(*version: int) -> bool:
-    """Whether `QUADRIGA_VERL` names an earlier version than this one, such as `is_before(0, 7)`."""
+    """Whether `QUADRIGA_VERL` names a version of verl before `version`, such as `is_before(0, 7)`.
+
+    The value 1, which names no version, means the latest one.
+    """
     numbers = os.environ.get(VARIABLE, "1").split(".")
     is_version = len(numbers) > 1
     return is_version and tuple(map(int, numbers[: len(version)])) < version
@@ -83,7 +87,7 @@ def _advice_for(name: str) -> str:
         module_parent, _, module_name = module.rpartition(".")
         if module_parent == parent:
             known_names.append(module_name)
-    # Only misspelled names: a name that is merely similar belongs to something else.
+    # The cutoff admits only misspelled names: a name that is merely similar means something else.
     suggestion = did_you_mean(last, get_close_matches(last, known_names, cutoff=0.93))
     if suggestion:
         return suggestion
@@ -110,6 +114,7 @@ class _Module(ModuleType):
         elif full_name in MODULES:
             value = import_module(full_name)
         elif name.startswith("__"):
+            # Python itself asks for such names, and expects this error.
             raise AttributeError(name)
         else:
             raise missing_name(full_name)
@@ -126,7 +131,7 @@ class Finder(MetaPathFinder, Loader):
         """Find a module of verl.
 
         Returns:
-            Its spec. None: the module is of another package.
+            The module's spec. None: the module belongs to another package than `verl`.
 
         Raises:
             ModuleNotFoundError: the table does not have the module.
@@ -147,7 +152,10 @@ class Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Install the import hook, unless it is installed. Child processes install it too."""
+    """Install the import hook, unless it is installed.
+
+    It is set in the environment, by which child processes install it too.
+    """
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
     os.environ[VARIABLE] = os.environ.get(VARIABLE) or "1"
@@ -155,7 +163,8 @@ def install() -> None:
         os.environ[_WAS_REPORTED] = "1"
         setting = f"{VARIABLE}={os.environ[VARIABLE]}"
         print(f"verl is installed; with {setting} `import verl` takes quadriga's names instead.")
-    # Modules of an installed verl that are loaded already would be used without asking the hook.
+    # Python does not ask the hook for modules that are loaded already, such as those of an installed
+    # verl.
     for name in list(sys.modules):
         if name.partition(".")[0] == "verl":
             del sys.modules[name]

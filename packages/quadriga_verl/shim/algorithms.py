@@ -36,10 +36,10 @@ from quadriga.user_file import accepted_arguments
 from quadriga_verl import core_algos
 from quadriga_verl.shim import is_before
 
-VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)  # kinds of `*args` and `**kwargs`
 _LOSS_FIELDS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 _USUAL_FIELDS = ("token_level_rewards", "response_mask", "index")
-"""Fields that verl passes to an estimator that has parameters for them, even with defaults."""
+"""Fields that verl also passes to optional parameters of an estimator. Others only to required ones."""
 _METRICS_BEFORE_0_7 = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 """Metrics that a loss returns as scalars before verl 0.7, in this order."""
 
@@ -57,6 +57,7 @@ def to_quadriga_estimator(function: AlgorithmFunction) -> AlgorithmFunction:
         is_required = parameter.kind not in VARIADIC and parameter.default is Parameter.empty
         if is_required and name != "config":
             names.append(name)
+    # Add the usual fields for which the function has an optional parameter or `**kwargs`.
     usual_names = accepted_arguments(function, dict.fromkeys(_USUAL_FIELDS))
     names += [name for name in usual_names if name not in names]
 
@@ -73,8 +74,11 @@ def to_quadriga_loss(function: AlgorithmFunction) -> AlgorithmFunction:
 
     verl's loss returns a scalar for a micro-batch. Quadriga's returns a loss for each token, which
     the engine aggregates by `loss_agg_mode`. The adapter gives each token the same loss, scaled so
-    that its aggregate over the micro-batch is the scalar. If the scalar is a mean of that mode, the
-    sum over all micro-batches and ranks is then exactly the mean over the mini-batch.
+    that the aggregate over the micro-batch is the scalar. If verl's loss has aggregated by the same
+    mode, the sum over all micro-batches and ranks is then exactly the mean over the mini-batch.
+
+    The adapter raises a ConfigError if the function does not return a scalar, if it does not take
+    importance weights that are configured, or for a `loss_agg_mode` that verl does not have.
     """
     name = getattr(function, "__name__", "the policy loss")
 
@@ -86,8 +90,8 @@ def to_quadriga_loss(function: AlgorithmFunction) -> AlgorithmFunction:
                 expected="a mode of verl",
                 fix="Set it to seq-mean-token-mean, or register a loss per token.",
             )
-        # A loss may pass these to `agg_loss`. They have no counts of the mini-batch, which the
-        # engine applies later.
+        # In verl a loss may pass these to `agg_loss`. Here they have no counts of the mini-batch (None),
+        # which the engine applies later.
         batch_info = {
             "dp_size": 1,
             "batch_num_tokens": None,
@@ -131,7 +135,7 @@ def to_quadriga_loss(function: AlgorithmFunction) -> AlgorithmFunction:
 
 
 def _check_scalar(scalar: Any, name: str) -> None:
-    """Raise a ConfigError if a loss is no scalar tensor."""
+    """Raise a ConfigError if the result of the loss `name` is no scalar tensor."""
     if isinstance(scalar, Tensor) and scalar.numel() == 1:
         return
     got = type(scalar).__name__
@@ -149,7 +153,8 @@ def _read_metrics(results: Sequence[Any], name: str) -> Iterator[tuple[str, floa
     """Yield name and value of the metrics that a user's loss has returned.
 
     Args:
-        results: what it returned after the scalar: a dictionary, or before verl 0.7 three scalars.
+        results: what the loss returned after the scalar: a dictionary, or the three scalars of verl
+            before 0.7.
         name: name of the loss, for errors.
 
     Raises:
@@ -177,8 +182,9 @@ def _with_signature(
     """Give an adapter the name of the user's function, and a signature that registries can read.
 
     Args:
-        adapted: the adapter, whose own parameters are variadic.
-        function: the user's function. Its attribute `quadriga_form` becomes the adapter.
+        adapted: the adapter, which takes any fields.
+        function: the user's function. Its attribute `quadriga_form` becomes the adapter, so that a
+            configuration may also name the function as `file.py:function`.
         fields: positional parameters of the signature.
         options: keyword-only parameters with their defaults.
 
@@ -210,6 +216,7 @@ def to_verl_estimator(estimator: AlgorithmFunction) -> AlgorithmFunction:
         known = {name: value for name, value in kwargs.items() if name in parameters}
         arguments = signature(compute).bind_partial(*args, **known).arguments
         if config is not None:
+            # An option may be in `adv_options`, or in the section itself.
             options = config.get("adv_options") or {}
             for name in parameters:
                 value = options.get(name, config.get(name))
@@ -227,9 +234,10 @@ def to_verl_estimator(estimator: AlgorithmFunction) -> AlgorithmFunction:
 
 
 def to_verl_loss(function: AlgorithmFunction) -> AlgorithmFunction:
-    """Give a registered policy loss verl's parameters, and the results that verl's version has.
+    """Give a registered policy loss verl's parameters and results.
 
-    Options are read from `config`, which may be verl's section `actor` or a dictionary.
+    Options are read from `config`, which may be verl's section `actor` or a dictionary. The results are
+    the aggregated loss and a dictionary of metrics, or before verl 0.7 the loss and three scalars.
     """
 
     def compute_policy_loss(
@@ -242,6 +250,7 @@ def to_verl_loss(function: AlgorithmFunction) -> AlgorithmFunction:
         rollout_is_weights: Tensor | None = None,
         **columns: Tensor,
     ) -> tuple[Any, ...]:
+        # Options may be in the section `actor`, in `policy_loss` of it, or in `options` of that.
         settings: dict[str, Any] = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, **dict(config or {})}
         policy = dict(settings.get("policy_loss") or {})
         shared = {**policy, **(policy.get("options") or {}), **settings}
@@ -249,7 +258,7 @@ def to_verl_loss(function: AlgorithmFunction) -> AlgorithmFunction:
         for side in ("clip_ratio_low", "clip_ratio_high"):
             if shared.get(side) is None:
                 shared[side] = shared["clip_ratio"]
-        # A registry binds options to a function that it finds by name.
+        # `choose` finds a function by name, and binds its options.
         (name,) = (name for name, loss in POLICY_LOSSES.items() if loss is function)
         algorithm = POLICY_LOSSES.choose(name, {}, shared)
 
@@ -283,17 +292,17 @@ class VerlRegistryView(MutableMapping[str, AlgorithmFunction]):
 
     Args:
         registry: the registry.
-        ours: adapts a function with verl's interface, to be registered.
-        verls: adapts a registered function to verl's interface, to be read.
+        to_quadriga: adapts a function with verl's interface, to be registered.
+        to_verl: adapts a registered function to verl's interface, to be read.
     """
 
     def __init__(
-        self, registry: Registry, ours: AlgorithmFunction, verls: AlgorithmFunction
+        self, registry: Registry, to_quadriga: AlgorithmFunction, to_verl: AlgorithmFunction
     ) -> None:
         self._registry = registry
-        self._to_ours = ours
-        self._to_verls = verls
-        # Functions that were registered here are read unchanged.
+        self._to_quadriga = to_quadriga
+        self._to_verl = to_verl
+        # Functions that were registered by this view. They are returned as they were given.
         self._originals: dict[str, AlgorithmFunction] = {}
 
     def register(self, name: str) -> Callable[[Any], Any]:
@@ -309,11 +318,11 @@ class VerlRegistryView(MutableMapping[str, AlgorithmFunction]):
         name = _name_as_text(name)
         if name in self._originals:
             return self._originals[name]
-        return self._to_verls(self._registry[name])
+        return self._to_verl(self._registry[name])
 
     def __setitem__(self, name: str, function: AlgorithmFunction) -> None:
         name = _name_as_text(name)
-        self._registry.register(name)(self._to_ours(function))
+        self._registry.register(name)(self._to_quadriga(function))
         self._originals[name] = function
 
     def __delitem__(self, name: str) -> None:
@@ -327,7 +336,7 @@ class VerlRegistryView(MutableMapping[str, AlgorithmFunction]):
         return len(self._registry)
 
     def find(self, name: str) -> AlgorithmFunction:
-        """Find a function with verl's arguments.
+        """Find a function, with verl's interface.
 
         Raises:
             ValueError: no function has that name.
@@ -356,7 +365,10 @@ _RENAMED = {"multi_turn_optimal_token_baseline": "tir_optimal_token_baseline"}
 
 
 def __getattr__(name: str) -> Any:
-    """Find verl's functions `compute_policy_loss_NAME` and `compute_NAME_advantage` by their names."""
+    """Return verl's function `compute_policy_loss_LOSS` or `compute_ESTIMATOR_advantage`.
+
+    In verl, names of estimators may also end with `_outcome_advantage` or `_advantage_return`.
+    """
     loss = name.removeprefix("compute_policy_loss_")
     if loss != name and loss in POLICY_LOSSES:
         return POLICY_LOSS_REGISTRY[loss]

@@ -33,15 +33,16 @@ from quadriga.errors import ConfigError, DataError, did_you_mean
 from quadriga.user_file import accepted_arguments
 
 _VERLS_DEFAULTS = {"max_prompt_length": 1024, "filter_overlong_prompts": True}
-"""Defaults of verl's class that differ from those of the configuration."""
+"""Defaults of verl's data set that differ from those of the section `data`."""
 _KEYS_WITHOUT_EFFECT = {
     *("use_shm", "serialize_dataset", "return_raw_input_ids", "chat_template_func"),
     *("need_tools_kwargs", "filter_prompts", "image_patch_size"),
 }
 """Keys that verl's class reads, and that have no effect here."""
 Row: TypeAlias = dict[str, Any]
-"""Columns of a row by name."""
+"""Values of a row by column."""
 _READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+"""Names for `datasets.load_dataset`, by the ending of the file."""
 
 
 class RLHFDataset(Dataset):
@@ -61,7 +62,7 @@ class RLHFDataset(Dataset):
             then those of verl's class.
         processor: processor of a vision-language model. None: prompts are text.
         max_samples: largest number of rows to use; -1: all.
-        context: tools that are part of prompts when these are measured.
+        context: tools that count as part of a prompt when its length is measured.
         ignored: arguments of other versions of verl.
     """
 
@@ -82,8 +83,8 @@ class RLHFDataset(Dataset):
         self.tokenizer = tokenizer
         self.processor = processor
         self.config = config
-        is_derived = type(self) is not RLHFDataset
-        config = self._section = data_section(config, may_have_own_keys=is_derived)
+        is_users_class = type(self) is not RLHFDataset
+        config = self._section = data_section(config, may_have_own_keys=is_users_class)
         self.max_samples = max_samples
         self.prompt_key = config.prompt_key
         self.image_key = config.image_key or "images"
@@ -104,7 +105,11 @@ class RLHFDataset(Dataset):
         self._read_files_and_tokenize()
 
     def _download(self, use_origin_parquet: bool = False) -> None:
-        """Check that the files are local. With `use_origin_parquet`, use the original paths again."""
+        """Refuse files that are not local. With `use_origin_parquet`, use the original paths again.
+
+        Raises:
+            DataError: a path is one of HDFS.
+        """
         files = self.original_data_files if use_origin_parquet else self.data_files
         self.data_files = [copy_to_local(str(file)) for file in files]
 
@@ -128,13 +133,16 @@ class RLHFDataset(Dataset):
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
         """Drop rows whose prompt is too long, if `data.filter_overlong_prompts` is set.
 
-        A prompt is measured with its tools, but without images.
+        The length of a prompt includes its tools, but not its images.
 
         Args:
             dataframe: the rows. None: `self.dataframe`.
 
         Returns:
             The rows that are kept.
+
+        Raises:
+            DataError: all prompts are too long.
         """
         rows = self.dataframe if dataframe is None else dataframe
         if not self.filter_overlong_prompts:
@@ -155,8 +163,8 @@ class RLHFDataset(Dataset):
         return as_messages(example[name], where=f"column {name!r}")
 
     def _chat_of_row(self, row: Row) -> list[Row]:
-        """Chat of a row by `_build_messages`, which a subclass may override."""
-        # In a table, each message has the fields of all messages, some of them null.
+        """Chat of a row by `_build_messages`, which a subclass may override. Changes `row`."""
+        # In a table, each message has the fields of all messages; those that it lacks are null.
         drop_null_fields(row, [self.prompt_key])
         # An override may take the row alone.
         arguments = accepted_arguments(self._build_messages, {"key": self.prompt_key})
@@ -178,6 +186,7 @@ class RLHFDataset(Dataset):
         row = dict(self.dataframe[item])
         messages = self._chat_of_row(row)
         row.pop(self.prompt_key, None)
+        # Columns with names that the training loop uses move into `extra_info`.
         row = set_aside(row)
         extra_info = row.get("extra_info") or {}
         return {
@@ -197,18 +206,17 @@ class RLHFDataset(Dataset):
         return rows
 
     def _update_tokens(self, row: Row, item: int) -> Row:
-        """Tokenize the chat of a row again if a subclass changed it but not its tokens.
+        """Tokenize a row if a subclass returned it without tokens, or changed `raw_prompt` only.
 
         Args:
             row: the row that the subclass's `__getitem__` has returned.
             item: number of the row.
 
         Returns:
-            The row with tokens: new ones if the subclass changed the chat but not its tokens, or
-            made no tokens.
+            The row with tokens of its `raw_prompt`, or with the tokens that the subclass made.
         """
         if "input_ids" in row and "raw_prompt" in row:
-            # Compare with the row that the class itself makes.
+            # Compare with the row that this class makes.
             original = RLHFDataset.__getitem__(self, item)
             is_chat_changed = row["raw_prompt"] != original["raw_prompt"]
             if is_chat_changed and torch.equal(row["input_ids"], original["input_ids"]):
@@ -221,11 +229,17 @@ class RLHFDataset(Dataset):
         return self._add_tokens(row, item)
 
     def _add_tokens(self, row: Row, item: int) -> Row:
-        """Replace images and videos of a row by the tokens of its chat, unless it has tokens.
+        """Add the columns of a tokenized prompt to a row, unless it has tokens.
 
         Args:
-            row: the row, from which columns are removed.
+            row: the row. Its images and videos are removed from it.
             item: number of the row, for errors.
+
+        Returns:
+            The row with tokens, and `raw_prompt` with a part for each image and video.
+
+        Raises:
+            DataError: the row has images or videos, but the model is a text model.
         """
         where = f"row {item} of {type(self).__name__}"
         images = as_list(row.pop(self.image_key, None))
@@ -253,11 +267,11 @@ class RLHFDataset(Dataset):
 
 
 class TooLongError(DataError, NotImplementedError, AssertionError):
-    """Sequence that is too long, or unknown way to cut it. It also has the types of verl's errors."""
+    """A sequence is too long, or the way to cut it is unknown. Code for verl may catch it, too."""
 
 
 class DatasetClassError(ConfigError, TypeError):
-    """Class of `data.custom_cls` that cannot be used. It also has the type of verl's error."""
+    """The class of `data.custom_cls` cannot be used. Code for verl may catch it, too."""
 
 
 def data_section(config: Any, *, may_have_own_keys: bool = True) -> DataConfig:
@@ -280,7 +294,7 @@ def data_section(config: Any, *, may_have_own_keys: bool = True) -> DataConfig:
         raise ConfigError(
             "RLHFDataset: config",
             got=f"{key!r}",
-            expected="its keys",
+            expected="keys of the section data",
             fix=did_you_mean(key, DataConfig.model_fields),
         )
     try:
@@ -290,7 +304,11 @@ def data_section(config: Any, *, may_have_own_keys: bool = True) -> DataConfig:
 
 
 def create_rl_dataset(data_paths: Any, data_config: Any, *args: Any, **kwargs: Any) -> Dataset:
-    """Call `quadriga.data.create_rl_dataset`. `data_config` may be a dictionary or DictConfig."""
+    """Call `quadriga.data.create_rl_dataset`. `data_config` may be a dictionary or DictConfig.
+
+    Raises:
+        DatasetClassError: a key is wrong, or the class of `data.custom_cls` cannot be used.
+    """
     try:
         return loading.create_rl_dataset(data_paths, data_section(data_config), *args, **kwargs)
     except ConfigError as error:
@@ -298,7 +316,11 @@ def create_rl_dataset(data_paths: Any, data_config: Any, *args: Any, **kwargs: A
 
 
 def postprocess_data(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Call `quadriga.data.padding.postprocess_data`; errors also have the types of verl's errors."""
+    """Call `quadriga.data.padding.postprocess_data`.
+
+    Raises:
+        TooLongError: a sequence is too long, or the way to cut it is unknown.
+    """
     try:
         return padding.postprocess_data(*args, **kwargs)
     except DataError as error:
@@ -342,10 +364,10 @@ def process_video(
     Args:
         video: a path, a list of images, or {"video": ...}. The dictionary may also have `nframes`,
             `fps`, `min_frames`, `max_frames`, `min_pixels` and `max_pixels`, which take precedence.
-        nframes: number of frames.
+        nframes: number of frames. None: it depends on `fps` and the length of the video.
         fps: frames to sample per second of the video; 2 by default.
-        fps_min_frames: least number of frames.
-        fps_max_frames: largest number of frames.
+        fps_min_frames: least number of frames, if `nframes` is None.
+        fps_max_frames: largest number of frames, if `nframes` is None.
 
     Returns:
         Frames [T, 3, H, W], uint8.
@@ -362,6 +384,7 @@ def process_video(
             options[name] = settings.pop(name)
     where = "process_video"
     source = open_video(settings.get("video"), folder=Path.cwd(), where=where)
+    # 14 pixels are the patch size of Qwen2.5-VL.
     frames = FrameRules.of({}, "qwen2_5_vl", options).read(source, where=where).frames
     assert frames is not None
     return frames
@@ -423,7 +446,7 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
 
 
 def copy_to_local(src: str, cache_dir: str | None = None, *options: Any, **named: Any) -> str:
-    """Return a local path, or the name of a model, unchanged.
+    """Return a local path, or the name of a model, unchanged. In verl, files of HDFS are downloaded.
 
     Raises:
         DataError: it is a path of HDFS.

@@ -25,8 +25,8 @@ from quadriga.trainer.responses import drop_prompt_only, rollout_inputs
 from quadriga.workers.base import CHAT_OBJECTS, MODEL_OBJECTS, SOLUTION_MESSAGES, model_inputs
 
 RESPONSE_COLUMNS = "response_columns"
-"""Entry of `meta_info` of greedy responses: names of their object columns. ReMax drops these."""
-_TIMING = "timing_s/"
+"""Key of `meta_info` of greedy responses: names of their object columns, which `compute_reward` drops."""
+_TIMING = "timing_s/"  # prefix of metrics in seconds
 
 
 def verl_config(config: Config, num_epochs: int = 1) -> DictConfig:
@@ -41,7 +41,7 @@ def verl_config(config: Config, num_epochs: int = 1) -> DictConfig:
     """
     tree = config.model_dump(mode="json")
     policy = tree["actor_rollout_ref"]
-    # A memory snapshot is written by the profiler itself, so loops need not ask for it.
+    # A user's loop writes memory snapshots itself if this is the tool; here the profiler writes them.
     tool = config.global_profiler.tool
     policy["actor"]["profiler"]["tool"] = None if tool == "torch_memory" else tool
     policy["rollout"]["skip_rollout"] = False
@@ -57,7 +57,7 @@ def verl_config(config: Config, num_epochs: int = 1) -> DictConfig:
 
 @dataclass(frozen=True)
 class NumProcesses:
-    """The part of a `ResourcePoolManager` that loops use, if the trainer has none."""
+    """Stands in for the `ResourcePoolManager` of a trainer that has none, for `get_n_gpus`."""
 
     config: Config
 
@@ -72,15 +72,22 @@ class NumProcesses:
 
 @dataclass(frozen=True)
 class AdaptedMethod:
-    """A method of a worker group that takes a batch, with functions before and after it."""
+    """A method of a worker group that takes a batch, with functions before and after it.
+
+    Attributes:
+        method: the method.
+        before: selects what the workers need of the batch.
+        after: converts the output of the method, given the whole batch and the output.
+        arguments: further arguments of the method.
+    """
 
     method: Callable[..., Any]
-    before: Callable[[DataProto], DataProto]  # selects what the workers need of the batch
-    # Converts the output, given the whole batch.
+    before: Callable[[DataProto], DataProto]
     after: Callable[[DataProto, DataProto], DataProto] = lambda batch, output: output
-    arguments: tuple[Any, ...] = ()  # further arguments of the method
+    arguments: tuple[Any, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> DataProto:
+        """Call the method with a batch, the only argument, and wait for the output."""
         (batch,) = (*args, *kwargs.values())
         return self.after(batch, self.method(self.before(batch), *self.arguments))
 
@@ -89,7 +96,7 @@ class AdaptedMethod:
         (batch,) = (*args, *kwargs.values())
         start = getattr(self.method, "remote", None)
         if start is None:
-            # A rollout in processes of its own is led by the driver, and has no remote method.
+            # The object of a rollout in processes of its own has no remote methods: wait for the output.
             output = self.method(self.before(batch), *self.arguments)
             future = DataProtoFuture(itemgetter(0), [output], resolve=list)
         else:
@@ -102,14 +109,14 @@ def blocking_view(group: Any, loop: RayPPOTrainer) -> Any:
 
     Args:
         group: the group of a role. None: the role is not used.
-        loop: the loop to which it belongs.
+        loop: the training loop to which the group belongs.
 
     Returns:
         The view; None without a group.
     """
     if group is None:
         return None
-    # A copy, because Quadriga's own code calls methods of the group without waiting.
+    # The group itself stays as it is, because Quadriga's own code calls its methods without waiting.
     view = copy.copy(group)
     view.methods = {name: replace(method, blocking=True) for name, method in group.methods.items()}
     view = view.as_worker()
@@ -136,7 +143,7 @@ def policy_view(loop: RayPPOTrainer, step: Callable[[], int]) -> Any:
         step: returns the number of the step, which becomes the version of the weights.
     """
     view = blocking_view(loop.actor, loop)
-    # A rollout in processes of its own is another object.
+    # The rollout is the actor's group itself, or an object of its own if it has its own processes.
     rollout = loop.validator.rollout
     generate = (view if rollout is loop.actor else rollout).generate_sequences
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's agent loops, of which each conversation has an object that holds the tokens itself.
+"""verl's agent loops. Each conversation has a loop object, which holds the conversation's tokens.
 
     REGISTRY ──> _AdaptedLoop.run(conversation) ──> AgentLoopBase.run(...) ──> AgentLoopOutput
                      │                                  │ generates by AsyncLLMServerManager
@@ -54,7 +54,7 @@ TokenIds: TypeAlias = list[int]
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"}
 """Sampling parameters that a loop may change."""
 _OTHER_PARAMETERS = {"logprobs", "n", "repetition_penalty", "max_tokens", "max_new_tokens"}
-"""Sampling parameters that are accepted, but not passed to the engine."""
+"""Sampling parameters that are accepted, but not passed to the engine under these names."""
 _CALLS = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -79,7 +79,7 @@ class AgentLoopMetrics(OpenModel):
 
 
 class AgentLoopOutput(OpenModel):
-    """A finished conversation: its tokens, and a mask of those that the model wrote."""
+    """A finished conversation. `response_mask` is 1 for response tokens that the model wrote, else 0."""
 
     prompt_ids: TokenIds
     response_ids: TokenIds
@@ -94,7 +94,7 @@ class AgentLoopOutput(OpenModel):
 
 @dataclass
 class DictConfigWrap:
-    """A configuration as the attribute `config`."""
+    """verl's wrapper of a configuration: an object with the attribute `config`."""
 
     config: Any
 
@@ -103,14 +103,14 @@ class DictConfigWrap:
 
 
 class AsyncLLMServerManager:
-    """The engine with the interface that verl's loops call. Each conversation has an object.
+    """Rollout engine with the interface that verl's loops call. Each conversation has its own object.
 
     Attributes:
         chat: the conversation.
         services: objects that agent loops share.
         token_ids: all tokens that the engine has generated, over all turns.
-        log_probs: their log-probabilities.
-        last: prompt and response of the last call, as token ids.
+        log_probs: log-probabilities of `token_ids`.
+        last: token ids of the prompt and the response of the last call.
     """
 
     def __init__(self, chat: Conversation, services: Services) -> None:
@@ -139,7 +139,11 @@ class AsyncLLMServerManager:
             request_id: ignored.
             prompt_ids: the tokens.
             sampling_params: sampling parameters of `run`, which the loop may have changed.
-            media: images and videos. Those that `apply_chat_template` has rendered are used.
+                `max_tokens` is lowered to what the limits of the conversation leave.
+            media: images and videos, ignored: those that `apply_chat_template` has rendered are used.
+
+        Returns:
+            The response. It is also added to the attributes `token_ids` and `log_probs`.
 
         Raises:
             ConversationOver: there is no room for a response.
@@ -154,7 +158,7 @@ class AsyncLLMServerManager:
             raise RolloutError(
                 "server_manager.generate",
                 got=str(parameters)[:200],
-                expected=f"{', '.join(sorted(_SAMPLING))}, max_tokens; no repetition penalty, one response",
+                expected=f"{', '.join(sorted(_SAMPLING))}, max_tokens; repetition_penalty=1, n=1",
             )
         limits = self.chat.limits
         max_tokens = parameters.get("max_tokens") or parameters.get("max_new_tokens")
@@ -179,29 +183,31 @@ class AsyncLLMServerManager:
         )
 
     def _rendered_images(self, prompt_ids: TokenIds, media: Mapping[str, Any]) -> Any:
-        """Images in a prompt, whose tokens must be those that `apply_chat_template` returned.
+        """Images in a prompt that `apply_chat_template` has rendered. None: it has none.
 
         Args:
-            prompt_ids: the tokens.
+            prompt_ids: the tokens of the prompt.
             media: further arguments of `generate`, such as `image_data`.
 
         Raises:
-            RolloutError: there are images, but the prompt has other tokens.
+            RolloutError: there are images, but the prompt does not begin with tokens that
+                `apply_chat_template` has returned for them.
         """
+        # The conversation knows the tokens for which images were rendered.
         images = self.chat.images_in(prompt_ids)
         has_images = self.chat.sample.images is not None
         has_data = any(value for name, value in media.items() if name.endswith("_data"))
         if images is None and (has_images or has_data):
             raise RolloutError(
                 "server_manager.generate",
-                got="images, and other tokens for them",
-                expected="those of self.apply_chat_template(messages)",
-                fix="Let what follows stand behind them, unchanged.",
+                got="images, but not the tokens that were rendered for them",
+                expected="the tokens of self.apply_chat_template(messages)",
+                fix="Do not change these tokens; append further tokens at their end.",
             )
         return images
 
     def log_probs_of(self, response_ids: TokenIds, mask: list[int]) -> list[float]:
-        """Log-probabilities of a response that a loop has returned without them.
+        """Log-probabilities for a response that a loop has returned without log-probabilities.
 
         Args:
             response_ids: tokens of the response.
@@ -229,7 +235,12 @@ class AsyncLLMServerManager:
 
 
 class _AdaptedLoop(AgentLoop):
-    """Agent loop that runs a loop of one of verl's classes, a new object for each conversation."""
+    """Agent loop of Quadriga that runs a loop with verl's interface, a new object per conversation.
+
+    Args:
+        services: objects that agent loops share.
+        arguments: arguments of the loop's class from the configuration.
+    """
 
     loop_class: type[Any]  # set in subclasses, by `AgentLoopBase.__init_subclass__`
 
@@ -238,6 +249,12 @@ class _AdaptedLoop(AgentLoop):
         self.arguments = arguments
 
     async def run(self, chat: Conversation) -> None:
+        """Run a new object of `loop_class`, and write the tokens that it returns to the conversation.
+
+        Raises:
+            RolloutError: the sample has no messages, or see `_write_tokens`.
+            TypeError: the loop returns something else than an `AgentLoopOutput`.
+        """
         messages = chat.sample.messages
         if messages is None:
             raise RolloutError(
@@ -285,8 +302,6 @@ class _AdaptedLoop(AgentLoop):
     def _verl_config(self, chat: Conversation) -> Any:
         """Make the parts of verl's configuration that loops read."""
         limits = chat.limits
-        template_kwargs = dict(chat.encoder.template_kwargs)
-        template_kwargs.pop("return_dict", None)
         rollout = self.services.config.model_dump(mode="json")
         rollout["prompt_length"] = limits.prompt_tokens
         rollout["response_length"] = limits.response_tokens
@@ -294,7 +309,7 @@ class _AdaptedLoop(AgentLoop):
         data = {
             "max_prompt_length": limits.prompt_tokens,
             "max_response_length": limits.response_tokens,
-            "apply_chat_template_kwargs": template_kwargs,
+            "apply_chat_template_kwargs": dict(chat.encoder.template_kwargs),
         }
         policy = {"rollout": rollout, "model": model}
         return OmegaConf.create({"actor_rollout_ref": policy, "data": data})
@@ -303,16 +318,18 @@ class _AdaptedLoop(AgentLoop):
 def _write_tokens(
     output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Conversation
 ) -> None:
-    """Write the tokens that a loop returned to the conversation, cut to its limits.
+    """Write the tokens that a loop returned to the conversation. The response is cut to its limit.
+
+    The score, if the loop returned one, and the rewards of turns and tools are written too.
 
     Args:
         output: result of the loop.
-        server: has the log-probabilities, if `output` does not.
+        server: the engine, which has the log-probabilities if `output` does not.
         chat: the conversation, which has no turns yet.
 
     Raises:
         ConversationOver: the prompt is too long.
-        RolloutError: lengths differ, or log-probabilities are not known.
+        RolloutError: the lists of `output` differ in length, or log-probabilities are not known.
     """
     limits = chat.limits
     num_tokens = len(output.response_ids)
@@ -328,7 +345,7 @@ def _write_tokens(
         raise RolloutError(
             f"agent loop {chat.sample.agent}",
             got=f"{num_tokens} response_ids, {len(mask)} of response_mask, {len(log_probs)} log_probs",
-            expected="as many of each",
+            expected="lists of one length",
         )
 
     chat.prompt_ids = list(output.prompt_ids)
@@ -349,7 +366,7 @@ def _write_tokens(
 
 
 def register(agent_name: str) -> Callable[[type[Any]], type[Any]]:
-    """Class decorator that registers a loop, in the file `rollout.agent.agent_loop_path`."""
+    """Class decorator that registers a loop, for use in the file `rollout.agent.agent_loop_path`."""
 
     def decorate(cls: type[Any]) -> type[Any]:
         REGISTRY.register(agent_name)(cls.quadriga_form)
@@ -451,14 +468,15 @@ class AgentLoopBase(ABC):
         """Tokenize a chat, up to the start of the model's turn.
 
         Args:
-            messages: the chat. Each of its images is a part `{"type": "image"}`.
+            messages: a whole prompt, or messages that follow the model's last turn. Each image is a
+                part `{"type": "image"}` of a message.
             tools: schemas of the tools that the prompt offers.
-            remove_system_prompt: whether the messages follow the model's last turn, instead of
-                being a whole prompt. Then special tokens in their texts are broken up.
-            media: `images` of these messages. For the prompt, the row's are the default.
+            remove_system_prompt: whether the messages follow the model's last turn. Then text in
+                them that spells a special token is not encoded as this token.
+            media: `images` of these messages. Without it, a prompt has the images of the row.
 
         Returns:
-            Token ids.
+            Token ids; for messages that follow a turn, only of these messages.
 
         Raises:
             RolloutError: there are audios, or videos outside the prompt.
@@ -473,7 +491,7 @@ class AgentLoopBase(ABC):
             )
         images = list(media.get("images") or ())
         encoder = chat.encoder
-        # The loop may have changed the arguments of the template, which the run's encoder has.
+        # The loop may have changed the arguments of the template: the configured ones are in `config`.
         if self.apply_chat_template_kwargs != self.config.data.apply_chat_template_kwargs:
             encoder = TurnEncoder(self.tokenizer, dict(self.apply_chat_template_kwargs))
 
@@ -485,7 +503,7 @@ class AgentLoopBase(ABC):
 
         complete_messages = []
         for message in messages:
-            # Templates may require both in the response of a tool.
+            # Templates may require a name and an id in the response of a tool.
             is_response = message["role"] == "tool"
             defaults = {"name": "unknown", "tool_call_id": "call00000"} if is_response else {}
             complete_messages.append({**defaults, **message})
@@ -546,7 +564,7 @@ class ToolParser:
     """Parser of the tool calls in responses. Subclasses are registered as a `multi_turn.format`."""
 
     _registry: ClassVar[dict[str, "type[ToolParser]"]] = {}
-    form = "hermes"
+    form = "hermes"  # name of the format
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -573,8 +591,8 @@ class ToolParser:
     def register(cls, name: str) -> Callable[[type[Any]], type[Any]]:
         """Class decorator that registers a parser.
 
-        It also replaces the loop `tool_agent` by verl's, because Quadriga's passes text to parsers,
-        not tokens.
+        The loop `tool_agent` is then verl's `ToolAgentLoop`, because Quadriga's loop passes text to
+        parsers, while verl's parsers take tokens.
 
         Args:
             name: name of the format.
@@ -593,9 +611,9 @@ class ToolParser:
         """Find the tool calls in a response.
 
         Args:
-            responses_ids: its tokens.
-            tools: schemas of the tools.
-            with_unreadable: whether to return calls that cannot be read, too.
+            responses_ids: tokens of the response.
+            tools: schemas of the tools, by which arguments get their types.
+            with_unreadable: whether to also return calls that cannot be read.
 
         Returns:
             The text without calls, and the calls.
@@ -627,14 +645,16 @@ class AgentState(Enum):
 
 
 class AgentData:
-    """State of a conversation of `ToolAgentLoop`, with verl's names.
+    """State of a conversation of `ToolAgentLoop`, with verl's names of attributes.
 
-    Tools may store values in `extra_fields`. `prompt_ids` grows by the tokens of the response.
+    `prompt_ids` has all tokens of the conversation, `response_ids` those of the last turn of the model.
+    `response_mask` and `response_logprobs` are for all tokens after the prompt. Tools may store values
+    in `extra_fields`.
 
     Args:
         messages: messages of the prompt.
         request_id: id of the conversation.
-        tools_kwargs: keyword arguments of tools, from the row.
+        tools_kwargs: keyword arguments by the name of the tool, from the row.
         attributes: values of further attributes.
     """
 
@@ -693,6 +713,13 @@ class ToolAgentLoop(AgentLoopBase):
         self.response_length = self.rollout_config.response_length
 
     async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput:
+        """Call the method of each state in turn, until the conversation is over.
+
+        Args:
+            sampling_params: parameters for the engine.
+            kwargs: columns of the row: `raw_prompt`, and optionally `tools_kwargs` and
+                `interaction_kwargs`, whose `name` selects a user simulator.
+        """
         data = AgentData(
             messages=list(kwargs["raw_prompt"]),
             request_id=uuid4().hex,
@@ -719,7 +746,7 @@ class ToolAgentLoop(AgentLoopBase):
                         state = await self._handle_interacting_state(data)
                     case _:
                         break
-        # `prompt_ids` has grown by the tokens of the response.
+        # `prompt_ids` has grown by the tokens of the response, for which there is a mask.
         num_prompt_tokens = len(data.prompt_ids) - len(data.response_mask)
         response_ids = data.prompt_ids[num_prompt_tokens:]
         return AgentLoopOutput(
@@ -751,7 +778,17 @@ class ToolAgentLoop(AgentLoopBase):
         sampling_params: JsonObject,
         ignore_termination: bool = False,
     ) -> AgentState:
-        """Generate a turn of the model, and read its tool calls."""
+        """Generate a turn of the model, and read its tool calls.
+
+        Args:
+            agent_data: the conversation.
+            sampling_params: parameters for the engine.
+            ignore_termination: whether to go on although the response has reached its longest length.
+
+        Returns:
+            The next state.
+        """
+        # Without room left, which only `ignore_termination` allows, the limits of the conversation apply.
         num_left = self.response_length - len(agent_data.response_mask)
         if num_left > 0:
             sampling_params = {"max_tokens": num_left, **sampling_params}
@@ -762,13 +799,12 @@ class ToolAgentLoop(AgentLoopBase):
                 sampling_params=sampling_params,
             )
         ids = output.token_ids
-        # `prompt_ids` has all tokens so far, and `response_ids` those of this turn.
         agent_data.assistant_turns += 1
         agent_data.response_ids = ids
         agent_data.prompt_ids += ids
         agent_data.response_mask += [1] * len(ids)
         agent_data.response_logprobs += output.log_probs
-        # None or 0 is no limit.
+        # A limit of None or 0 means that there is none.
         limits = (
             (self.max_assistant_turns, agent_data.assistant_turns),
             (self.max_user_turns, agent_data.user_turns),
@@ -860,12 +896,13 @@ class ToolAgentLoop(AgentLoopBase):
             agent_data: the conversation, for tools that take it.
 
         Returns:
-            The response; the reward of the call, None if there is none; and metrics, always empty.
+            The response; the reward of the call, None if there is none; and metrics, always empty. A sum
+            of rewards of 0 counts as none.
         """
         services = self.server_manager.services
         name = tool_call.name
         spec = services.tools.get(name)
-        # For an unknown tool, the response lists all tools.
+        # The box gets only this tool. For an unknown one it gets all, which its response then lists.
         specs = {name: spec} if spec else dict(services.tools)
         kwargs_by_tool = {}
         instance = None
@@ -874,7 +911,7 @@ class ToolAgentLoop(AgentLoopBase):
             kwargs = {key: value for key, value in row_kwargs.items() if value is not None}
             tool = tool_of(spec)
             if tool is not None:
-                # The instance is made here, because its reward is read afterwards.
+                # The object for this call is made here, because its rewards are read afterwards.
                 instance = ConversationTool(tool)
                 specs[name] = replace(spec, make=lambda: instance)
                 loop_kwargs = accepted_arguments(tool.execute, {"agent_data": agent_data})
@@ -889,7 +926,8 @@ class ToolAgentLoop(AgentLoopBase):
             problem = f"the arguments are not JSON ({error}): {tool_call.arguments[:200]}"
         call = ToolCall(name, arguments, problem)
         box = ToolBox(specs, kwargs_by_tool, services.config.multi_turn, services.thread)
-        # No instance is made for a call that cannot be executed.
+        # Entering the box creates the instance of the tool, leaving it releases the instance. A call
+        # that cannot be executed has none.
         is_executed = spec is not None and not call.problem
         reward = None
         async with box if is_executed else nullcontext():

@@ -50,7 +50,7 @@ class RayPPOTrainer:
     is a read-only copy with verl's names and meanings (see `verl_config`).
 
     Args:
-        config: from `quadriga.config.load_config`.
+        config: result of `quadriga.config.load_config`.
         tokenizer: None: that of `data.tokenizer`, or of the model.
         role_worker_mapping: worker classes by role, or `ray.remote(cls)`. Each is a subclass of
             Quadriga's class for the role. Other roles have Quadriga's class itself.
@@ -89,9 +89,9 @@ class RayPPOTrainer:
             raise ConfigError(
                 "RayPPOTrainer",
                 got=type(self.config).__name__,
-                expected="a configuration of this package",
-                fix="Load it with quadriga.config.load_config; `quadriga config translate` makes its "
-                "file of verl's line.",
+                expected="a quadriga.config.Config",
+                fix="Load it with quadriga.config.load_config. `quadriga config translate` converts a "
+                "command line of verl to the file that it reads.",
             )
         needs = Needs.of(self.config)
         trainer_config = type(self.config.trainer)(**self._trainer_settings(self.config, needs))
@@ -129,14 +129,15 @@ class RayPPOTrainer:
         self._steps: Any = None
 
     def _trainer_settings(self, config: Config, needs: Needs) -> dict[str, Any]:
-        """Settings of the section `trainer`, with the device and the pools from the arguments."""
+        """Settings of the section `trainer`, with the device and pools of the trainer's arguments."""
         settings = dict(config.trainer)
         if self.device_name:
             settings["device"] = self.device_name
         manager = self.resource_pool_manager
         if manager is not None:
             placement = {str(role): pool for role, pool in manager.mapping.items()}
-            # verl's programs map this role whether it is used or not.
+            # verl's programs map the reference to a pool whether it is used or not. Here only roles that
+            # are used may have one.
             if not needs.reference:
                 placement.pop(Role.RefPolicy, None)
             settings["backend"] = "ray"
@@ -147,7 +148,7 @@ class RayPPOTrainer:
     def init_workers(self) -> None:
         """Start the workers, load the models and prepare the data."""
         self._steps = launch.steps(self._config, partial(build_run, parts=self._parts))
-        # Closing the generator ends the workers, also if the user drops the trainer.
+        # Closing the generator ends the workers. That happens also if the user drops the trainer.
         weakref.finalize(self, self._steps.close)
         first_step = next(self._steps, None)
         # There is no step if an earlier run in this folder has finished, which was reported.
@@ -155,7 +156,7 @@ class RayPPOTrainer:
             self._copy_attributes(first_step.loop)
 
     def _copy_attributes(self, loop: Any) -> None:
-        """Copy the objects of a loop to attributes with verl's names.
+        """Copy the step and, if the loop is a new one, its objects to attributes with verl's names.
 
         Args:
             loop: Quadriga's trainer. After a restart of the workers it is a new one.
@@ -211,7 +212,8 @@ class RayPPOTrainer:
     def _save_checkpoint(self) -> None:
         """Write a checkpoint of the step, and wait until it is on disk."""
         self.loop.global_steps = self.global_steps
-        # The user's loop has read the dataloader itself, a batch in each step.
+        # The user's loop has read the dataloader itself, one batch per step. The checkpoint stores how
+        # many batches were read.
         self.loop.prompts.num_taken = self.global_steps
         self.loop.save()
 
@@ -224,7 +226,7 @@ class RayPPOTrainer:
         """Begin to profile the step if it is one of `global_profiler.steps`.
 
         Args:
-            do_profile: ignored; a profile of several steps begins with the first of them.
+            do_profile: ignored; `global_profiler` decides.
         """
         is_last = self.global_steps >= self.total_training_steps
         self._profile = self.loop.profiler.step(self.global_steps, is_last=is_last)
@@ -246,7 +248,7 @@ class RayPPOTrainer:
         Args:
             batch: the responses.
             reward_extra_infos_dict: values that graders returned beside the score, by name.
-            timing_raw: seconds by phase, to which this one is added.
+            timing_raw: seconds by phase, to which the seconds of writing are added.
             rollout_data_dir: the folder.
         """
         self.loop.global_steps = self.global_steps
@@ -254,6 +256,7 @@ class RayPPOTrainer:
         for name, values in reward_extra_infos_dict.items():
             for extra, value in zip(extras, values, strict=True):
                 extra[name] = value
+        # The loop reads a dictionary per response instead of a column per name.
         columns = {"reward_extra": object_array(extras)}
         for name, column in batch.non_tensor_batch.items():
             if name not in reward_extra_infos_dict:
@@ -286,8 +289,9 @@ class RayPPOTrainer:
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """Move the columns that generation reads out of a batch.
 
-        Columns that identify and grade a row are in both batches afterwards. Both also get the
-        numbers of steps, which determine the seeds of responses and the learning rates of updates.
+        Object columns that identify and grade a row (`_GRADING_COLUMNS`) are in both batches afterwards.
+        The `meta_info` of both gets the number of this step, on which the seeds of responses depend, and
+        of all steps, for the learning rates of updates.
 
         Returns:
             The batch for generation.
@@ -302,7 +306,10 @@ class RayPPOTrainer:
 
 
 def _manager_factory(reward_fn: Any) -> Callable[[], RewardManager] | None:
-    """Return a factory for a reward manager that has verl's or Quadriga's interface."""
+    """Return a function that returns the user's reward manager, adapted if it has verl's interface.
+
+    None: the configured reward manager is used.
+    """
     if reward_fn is None:
         return None
     return lambda: reward_fn if isinstance(reward_fn, RewardManager) else ExistingManager(reward_fn)
@@ -311,7 +318,7 @@ def _manager_factory(reward_fn: Any) -> Callable[[], RewardManager] | None:
 class Tracking(tracking.Tracking):
     """verl's tracker, which logs metrics of steps to the console, to files or to services.
 
-    Files are in the folder that a run of that name has (`trainer.default_local_dir`).
+    Files are in the default folder of a run with this name (`trainer.default_local_dir`).
 
     Args:
         project_name: name of the project.
@@ -334,4 +341,11 @@ class Tracking(tracking.Tracking):
         super().__init__(names, facts)
 
     def log(self, data: Mapping[str, float], step: int, backend: Any = None) -> None:
+        """Log the metrics of a step to all trackers.
+
+        Args:
+            data: metrics by name.
+            step: the step.
+            backend: ignored.
+        """
         super().log(data, step)

@@ -44,7 +44,15 @@ Columns: TypeAlias = dict[str, Any]
 
 
 class _ManagerAdapter(RewardManager):
-    """Reward manager of Quadriga that calls a manager of verl, in the driver's process."""
+    """Reward manager of Quadriga that calls a manager of verl, in the driver's process.
+
+    The manager gets verl's arguments and `reward_model.reward_kwargs`, as far as its class has
+    parameters for them.
+
+    Args:
+        config: the resolved configuration.
+        tokenizer: tokenizer of the policy.
+    """
 
     manager_class: type[Any]  # set in subclasses, by `adapt_class`
 
@@ -58,10 +66,11 @@ class _ManagerAdapter(RewardManager):
         arguments = {"tokenizer": tokenizer, "compute_score": score}
         arguments |= tree.reward_model.reward_kwargs
         self._thread: EventLoopThread | None = None
+        # A manager of single responses runs in an event loop, in a thread of its own.
         if hasattr(self.manager_class, "run_single"):
             self._thread = EventLoopThread("quadriga-rewards")
-            making = self._make_manager({**arguments, "config": tree})
-            self.manager = self._thread.submit(making).result()
+            creation = self._make_manager({**arguments, "config": tree})
+            self.manager = self._thread.submit(creation).result()
             return
         arguments["num_examine"] = 0
         arguments["compute_score"] = score or default_compute_score
@@ -69,13 +78,18 @@ class _ManagerAdapter(RewardManager):
         self.manager = self.manager_class(**accepted_arguments(self.manager_class, arguments))
 
     async def _make_manager(self, arguments: Columns) -> Any:
-        """Make the manager inside the event loop, which its constructor stores.
+        """Make the manager inside the event loop, because its constructor stores the running loop.
 
-        It gets the arguments it has parameters for.
+        Arguments for which the class has no parameters are left out.
         """
         return self.manager_class(**accepted_arguments(self.manager_class, arguments))
 
     def __call__(self, data: DataProto) -> RewardOutput:
+        """Grade a batch.
+
+        Raises:
+            RewardError: the manager has returned no number for a response, or has another interface.
+        """
         name = self.manager_class.__name__
         num_positions = data.batch["responses"].shape[1]
         rewards = None
@@ -88,6 +102,7 @@ class _ManagerAdapter(RewardManager):
             if outcome.error:
                 raise RewardError(name, got=outcome.error, expected="a number for each response")
         lengths = data.batch["attention_mask"][:, -num_positions:].long().sum(-1)
+        # Nothing has failed, so `collect` needs only the lengths of the samples, and accepts no errors.
         output = collect(Samples([], lengths, num_positions, []), outcomes, 0.0)
         # Managers of batches return a reward for each token, not only for the last one.
         return output if rewards is None else replace(output, scores=rewards.float())
@@ -96,7 +111,7 @@ class _ManagerAdapter(RewardManager):
         """Grade the responses by `run_single`, all at the same time.
 
         Returns:
-            For each response its score and the further columns.
+            For each response, its score as "score" and its further columns.
         """
         singles = [data[row : row + 1] for row in range(len(data))]
         results = await asyncio.gather(*(self.manager.run_single(single) for single in singles))
@@ -110,10 +125,11 @@ class _ManagerAdapter(RewardManager):
         """Grade the responses together.
 
         Returns:
-            Rewards [B, T]; and for each response a score of 0 and the further columns.
+            Rewards [B, T]; and for each response its further columns, and a "score" of 0, which is not
+            used but needed by `read_outcome`.
 
         Raises:
-            RewardError: rewards or columns have another form.
+            RewardError: the rewards are not finite numbers [B, T], or a column has not B values.
         """
         result = self.manager(data, **accepted_arguments(self.manager, {"return_dict": True}))
         rewards = result
@@ -133,7 +149,6 @@ class _ManagerAdapter(RewardManager):
             if len(values) != len(data):
                 where = f"{name}, reward_extra_info {key!r}"
                 raise RewardError(where, got=f"{len(values)} values", expected=str(len(data)))
-        # The tensor has the scores; a row only needs one to count as graded.
         rows = []
         for row in range(len(data)):
             row_columns = {key: values[row] for key, values in columns.items()}
@@ -148,6 +163,8 @@ class _ManagerAdapter(RewardManager):
 class ExistingManager(_ManagerAdapter):
     """Adapter for an existing manager of batches, or for a function with the same interface.
 
+    Unlike `_ManagerAdapter`, it does not make the manager from a configuration.
+
     Args:
         manager: the manager or the function.
     """
@@ -159,9 +176,10 @@ class ExistingManager(_ManagerAdapter):
 
 
 def adapt_class(cls: Any) -> type[RewardManager]:
-    """Return the class of Quadriga that adapts a class of verl's managers.
+    """Return the class of Quadriga that adapts a class of verl's managers. It is made only once.
 
-    It is also the attribute `quadriga_form`, by which a configuration may name `file.py:Class`.
+    It is stored as the attribute `quadriga_form`, so that a configuration may also name the manager as
+    `file.py:Class`.
     """
     # `vars`, because a subclass must not use the adapter of its base class.
     if "quadriga_form" not in vars(cls):

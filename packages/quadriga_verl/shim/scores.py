@@ -80,7 +80,7 @@ def gsm8k_compute_score(
         score: score of the right number.
 
     Returns:
-        One of the two scores, or 0.
+        `score`, `format_score` or 0.
     """
     graded = gsm8k.compute_score(
         solution_str, ground_truth, method=method, format_score=format_score, score=score
@@ -164,7 +164,7 @@ def math_dapo_compute_score(
     Args:
         solution_str: the response.
         ground_truth: the right answer.
-        strict_box_verify: compare only the last box near the end, as text.
+        strict_box_verify: whether to compare, as text, the last box among the last 100 characters.
         pause_tokens_index: ignored.
 
     Returns:
@@ -189,13 +189,13 @@ def math_dapo_verify(
 def geo3k_compute_score(
     predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1
 ) -> float:
-    """Weighted sum of `geo3k_acc_reward` and the score of the format; see `graders.geometry3k`.
+    """Weighted mean of `geo3k_acc_reward` and the score of the format; see `graders.geometry3k`.
 
     Args:
         predict_str: the response.
         ground_truth: the right answer.
         use_boxed: whether the answer must be in a box.
-        format_score: weight of the format.
+        format_score: weight of the format, between 0 and 1.
     """
     form = float(load_grader("geometry3k")(predict_str, ground_truth)["format"])
     accuracy = geo3k_acc_reward(predict_str, ground_truth, use_boxed)
@@ -212,7 +212,8 @@ def prime_math_compute_score(model_output: str, ground_truth: str) -> tuple[bool
     """Grade an answer as PRIME does.
 
     Returns:
-        Whether the answer is right, whether the text has steps and a box, and the answer.
+        Whether the answer is right, whether the text has steps and a box, and the content of the last
+        box, or else the whole text.
     """
     is_right = math_verify_compute_score(model_output, str(ground_truth)) == 1.0
     is_formatted = "Step 2:" in model_output and "\\box" in model_output
@@ -223,7 +224,11 @@ def prime_math_compute_score(model_output: str, ground_truth: str) -> tuple[bool
 
 
 def _question_score(metric: str) -> Callable[..., float]:
-    """Make a score function with verl's arguments for a metric of `question_answering`."""
+    """Make a score function with verl's arguments for a metric of `question_answering`.
+
+    The function returns `score` for a right answer, `format_score` for another answer, and 0 without
+    one. It ignores `method`.
+    """
 
     def compute_score(
         solution_str: str,
@@ -263,7 +268,8 @@ def prime_code_compute_score(
     """Grade a program.
 
     Returns:
-        1 or 0 for all tests, or with `continuous` the share of passed tests; and the grader's result.
+        1 if all tests pass, else 0, or with `continuous` the share of passed tests; and a list with the
+        grader's result.
     """
     graded = load_grader("code")(completion, test_cases, use_partial_credit=continuous)
     return float(graded["score"]), [graded]

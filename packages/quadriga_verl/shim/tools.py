@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's tools and user simulators, and adapters for them.
 
-In verl all conversations share an object, whose methods get an `instance_id` for each. In Quadriga each
-conversation has its own object: an adapter that calls the shared one with its `instance_id`.
+In verl all conversations share one object of a tool, whose methods get the `instance_id` of the
+conversation. In Quadriga each conversation has its own object: an adapter (`ConversationTool`,
+`_ConversationSimulator`) that calls the shared object with its own `instance_id`.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ JsonObject: TypeAlias = dict[str, Any]
 
 
 class OpenModel(BaseModel):
-    """Base class of pydantic models that accept further fields. Each object gets a copy of defaults."""
+    """Base class of pydantic models that accept further fields. pydantic copies mutable defaults."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -92,9 +93,11 @@ class ToolResponse(BaseModel):
 class BaseTool(Tool):
     """Base class of verl's tools. All conversations share one object.
 
+    An instance, in verl's words, is the state that the object has for one conversation or call.
+
     Args:
-        config: settings from the file of tools.
-        tool_schema: schema from that file. None: `get_openai_tool_schema` returns it.
+        config: settings of the tool from the YAML file of tools.
+        tool_schema: schema of the tool from that file. None: `get_openai_tool_schema` returns it.
 
     Raises:
         ConfigError: there is no schema.
@@ -109,8 +112,8 @@ class BaseTool(Tool):
             raise ConfigError(
                 type(self).__name__,
                 got="no schema",
-                expected="what the model reads",
-                fix="Give it a tool_schema in the YAML file, or write get_openai_tool_schema.",
+                expected="a schema, from which the model learns the arguments of the tool",
+                fix="Write tool_schema in the YAML file, or a method get_openai_tool_schema.",
             )
         self.tool_schema = schema
         self.name = schema.function.name
@@ -120,7 +123,7 @@ class BaseTool(Tool):
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """Create an instance, and return its id and its first response."""
+        """Create an instance, and return its id and a first response, which Quadriga does not use."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Any) -> Any:
@@ -138,6 +141,16 @@ class BaseTool(Tool):
     def tool_spec(
         cls, config: Mapping[str, Any], schema: JsonObject | None, where: str
     ) -> ToolSpec:
+        """Make the shared object of a tool, and describe it to Quadriga.
+
+        Args:
+            config: settings of the tool in the file of tools.
+            schema: schema of the tool in that file. None: it has none.
+            where: place in the file, for errors.
+
+        Raises:
+            ConfigError: the tool is one of an MCP server, or has no schema.
+        """
         # `type` is a setting of verl's loader, not of the tool.
         settings = {name: value for name, value in config.items() if name != "type"}
         if config.get("type") == "mcp":
@@ -149,7 +162,8 @@ class BaseTool(Tool):
             )
         make_schema = OpenAIFunctionToolSchema.model_validate
         tool = cls(settings, None if schema is None else make_schema(schema))
-        # The model reads only what the author of the tool has written, no defaults of the classes.
+        # The model reads only what the author of the tool has written, not the defaults of the schema
+        # classes.
         described = tool.tool_schema.model_dump(exclude_none=True, exclude_unset=True)
         no_parameters = {"type": "object", "properties": {}, "required": []}
         parameters = described["function"].setdefault("parameters", no_parameters)
@@ -159,14 +173,15 @@ class BaseTool(Tool):
 class ConversationTool(Tool):
     """Adapter of a shared tool for one conversation.
 
-    Its reward is that of the tool's `calc_reward`, or else the sum of the rewards of its calls.
+    The reward of the conversation is the result of the tool's own `calc_reward`, or, if its class does
+    not define one, the sum of the rewards of the calls.
 
     Args:
         tool: the shared tool.
 
     Attributes:
         tool: as in the arguments.
-        instance_id: id of the instance; "" before `create`.
+        instance_id: id for the methods of `tool`; "" before `create`.
         call_rewards: rewards of the calls so far.
     """
 
@@ -182,15 +197,24 @@ class ConversationTool(Tool):
         self.instance_id = result[0] if isinstance(result, tuple) else result
 
     async def execute(self, **kwargs: Any) -> str | WithImages:
-        # `kwargs` are arguments of the model, those of the row, and `agent_data` of the loop. A
-        # schema without arguments accepts any, so that all but `agent_data` count as the model's.
+        """Execute a call of the model by the shared tool, and store the reward of the call.
+
+        Returns:
+            The response for the model.
+
+        Raises:
+            RolloutError: the response has a video.
+        """
+        # `kwargs` has arguments of the model, of the row, and `agent_data` of the loop. The model's are
+        # those in the schema. A schema that lists none accepts any: all but `agent_data` are then the
+        # model's.
         schema_names = self.tool.tool_schema.function.parameters.properties
         names = set(schema_names or kwargs.keys() - {"agent_data"})
         model_arguments = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
         call = self.tool.execute(self.instance_id, model_arguments, **kwargs)
         result = await _await_result(call)
 
-        # A tool returns its response, perhaps with the reward of the call and metrics.
+        # The result is the response, or a tuple of it, the reward of the call and metrics.
         response, *details = result if isinstance(result, tuple) else (result,)
         if details and details[0] is not None:
             self.call_rewards.append(float(details[0]))
@@ -204,6 +228,7 @@ class ConversationTool(Tool):
         return WithImages(response.image, text) if response.image else text
 
     async def calc_reward(self, **kwargs: Any) -> Any:
+        """Reward of the conversation; None: no call had a reward, and the tool computes none."""
         if type(self.tool).calc_reward is BaseTool.calc_reward:
             return sum(self.call_rewards) if self.call_rewards else None
         return await _await_result(self.tool.calc_reward(self.instance_id, **kwargs))
@@ -213,14 +238,15 @@ class ConversationTool(Tool):
 
 
 def tool_of(spec: ToolSpec) -> BaseTool | None:
-    """Return the shared object of a tool that has verl's class. None: it has another class."""
+    """Return the shared object of a tool whose class is a `BaseTool`. None: it has another class."""
+    # `BaseTool.tool_spec` has made the function `make`.
     make = spec.make
     is_verls = isinstance(make, partial) and make.func is ConversationTool
     return make.args[0] if is_verls else None
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
-    """Load the tools of verl's classes from a YAML file."""
+    """Load tools from a YAML file. Those whose class is no `BaseTool` are left out."""
     tools = [tool_of(spec) for spec in class_tools(tools_config_file)]
     return [tool for tool in tools if tool is not None]
 
@@ -232,6 +258,7 @@ class Gsm8kTool(BaseTool):
         self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
+        # By instance: the last answer, the ground truth, and the best score of an answer so far.
         self._states: dict[str, JsonObject] = {}
 
     async def create(
@@ -271,7 +298,7 @@ class _ThreadPool:
     def __init__(self, config: Mapping[str, Any], default: int) -> None:
         num_threads = min(int(config.get(name, default)) for name in ("num_workers", "rate_limit"))
         self._threads = ThreadPoolExecutor(num_threads, "verl-tool")
-        # verl has an actor of Ray with the method `execute` here.
+        # In verl, the pool is a Ray actor with the method `execute`, called by `execute.remote(...)`.
         self.execute = self
 
     def remote(self, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
@@ -282,8 +309,8 @@ class _ThreadPool:
 class SandboxFusionTool(BaseTool):
     """Tool that runs the program `code`, and responds with its output.
 
-    The program runs on the server `sandbox_fusion_url`, or else in a sandbox on this machine. Each
-    process has its own threads, so that `num_workers` and `rate_limit` apply to each.
+    The program runs on the server `sandbox_fusion_url`, or else in a sandbox on this machine. The limits
+    `num_workers` and `rate_limit` apply to each process that runs conversations.
     """
 
     def __init__(
@@ -318,10 +345,11 @@ class SandboxFusionTool(BaseTool):
             language: its language.
 
         Returns:
-            Its standard output and standard error, and if a limit has ended it, which one.
+            Standard output and standard error of the program. If a limit of time or memory has ended
+            it, the last line says which.
 
         Raises:
-            RolloutError: the language needs a server.
+            RolloutError: the language is not Python, and there is no server.
         """
         limits = ResourceLimits(timeout, timeout, self.memory_limit_mb)
         cases = [Case({"input": ""}, "")]
@@ -332,9 +360,12 @@ class SandboxFusionTool(BaseTool):
             runs = list(run_cases(code, cases, limits, total_s=timeout + 1))
         else:
             raise RolloutError(
-                f"tool {self.name}", got=f"language {language!r}", expected="python, or a server"
+                f"tool {self.name}",
+                got=f"language {language!r}",
+                expected="python, or a server (sandbox_fusion_url)",
             )
         output = "".join(run.stdout + run.stderr for run in runs)
+        # No run: the time limit of all cases has ended the program.
         status = runs[0].status if runs else "time"
         if status in ("ok", "error"):
             return output
@@ -415,7 +446,7 @@ class BaseInteraction(Interaction):
         self.name = config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """Begin a conversation, and return its id."""
+        """Begin a conversation, and return its `instance_id`."""
         return instance_id or str(uuid4())
 
     async def generate_response(
@@ -425,7 +456,7 @@ class BaseInteraction(Interaction):
 
         Args:
             instance_id: the conversation.
-            messages: its messages so far.
+            messages: messages of the conversation so far.
             kwargs: entries of the row's `interaction_kwargs`.
 
         Returns:
@@ -443,6 +474,7 @@ class BaseInteraction(Interaction):
 
     @classmethod
     def maker(cls, name: str, config: Mapping[str, Any]) -> Callable[[], Interaction]:
+        """Make the shared object, and return a function that makes the adapter of a conversation."""
         return partial(_ConversationSimulator, cls({**config, "name": name}))
 
 
@@ -468,13 +500,13 @@ class _ConversationSimulator(Interaction):
         await self._call(self.shared.finalize_interaction, {})
 
     async def _call(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Call a method of the shared object with those arguments that it has parameters for."""
+        """Call a method of the shared object. Arguments without a parameter there are left out."""
         accepted = accepted_arguments(method, {"instance_id": self.instance_id, **arguments})
         return await _await_result(method(**accepted))
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """User simulator that says whether the last answer to GSM8K is right, and ends if it is."""
+    """User simulator that says whether the model's last answer to GSM8K is right, and ends if it is."""
 
     def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
@@ -502,7 +534,7 @@ class Gsm8kInteraction(BaseInteraction):
 
 
 async def _await_result(result: Any) -> Any:
-    """Return a result of a user's method, which is awaited if it is a coroutine."""
+    """Return the result of a user's method. Await it first if it is a coroutine."""
     return await result if inspect.isawaitable(result) else result
 
 
@@ -510,7 +542,7 @@ async def _await_result(result: Any) -> Any:
 
 
 def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function unchanged. Traces are written if `rollout.trace_dir` is set."""
+    """Decorator that returns the function unchanged: `rollout.trace_dir` writes traces without it."""
     return function
 
 

@@ -25,6 +25,7 @@ from quadriga.user_file import accepted_arguments, import_file
 from quadriga_verl.shim.algorithms import VARIADIC, get_adv_estimator_fn
 from quadriga_verl.shim.loop_view import RESPONSE_COLUMNS
 
+# "" is the name of a worker group's default mesh.
 dispatch_dp_compute_data_proto = partial(split_rows, "")
 collect_dp_compute_data_proto = partial(collect_rows, "")
 Metrics: TypeAlias = dict[str, float]
@@ -104,8 +105,8 @@ def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tensor, dict[str, Any]]:
     """Grade a batch by a reward manager with verl's or Quadriga's interface.
 
-    Object columns of greedy responses are removed from the batch afterwards. ReMax then joins the
-    batch with sampled responses, which have columns of the same names.
+    If the batch has greedy responses (`RESPONSE_COLUMNS` in its `meta_info`), their object columns are
+    removed afterwards: ReMax joins the batch with sampled responses, which have columns of these names.
 
     Args:
         data: the batch.
@@ -157,7 +158,7 @@ def compute_advantage(
     Args:
         data: the batch.
         adv_estimator: name of the estimator.
-        config: the section `algorithm`, for options that are not passed.
+        config: the section `algorithm`, for options that are not in `options`.
         options: arguments of verl's estimators, such as `gamma` and `lam`.
 
     Returns:
@@ -204,7 +205,8 @@ def calculate_debug_metrics(data: DataProto) -> Metrics:
     """Compare the probabilities of response tokens in rollout and training.
 
     Returns:
-        Maximum, mean and standard deviation of their absolute difference, and their correlation.
+        Maximum, mean and standard deviation of the absolute difference, and the correlation. With
+        fewer than two tokens only `training/rollout_probs_diff_valid`, which is then 0.
     """
     columns = data.batch
     mask = columns.get("response_mask")
@@ -228,8 +230,8 @@ def calculate_debug_metrics(data: DataProto) -> Metrics:
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> Metrics:
     """Seconds of each phase, and milliseconds per token of the phases that work on tokens."""
-    # `performance_metrics` needs the time of a whole step, which this function's result has only if
-    # the caller gave it.
+    # `performance_metrics` needs the time of a step. If the caller has not given one, 1 stands in for
+    # it, and is left out of the result below.
     metrics = performance_metrics(batch, {"step": 1.0, **timing_raw}, {})
     names = [name for name in metrics if name.startswith("timing")]
     return {name: metrics[name] for name in names if name.split("/")[1] in timing_raw}
@@ -262,8 +264,8 @@ def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> N
 def reduce_metrics(metrics: Mapping[str, Any]) -> Metrics:
     """Reduce lists of values to numbers.
 
-    A `Metric` has its own way to be combined. Numbers are reduced to their maximum or minimum if
-    the name contains "max" or "min", else to their mean.
+    Values of the class `Metric` say themselves how they are combined. Numbers are reduced to their
+    maximum or minimum if the name contains "max" or "min", else to their mean.
     """
     reduced = {}
     for name, values in metrics.items():

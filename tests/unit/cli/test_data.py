@@ -66,7 +66,7 @@ def test_prompts(folder: Path, capsys: pytest.CaptureFixture):
     assert "characters of JSON (tokens with --model): " in inspected(capsys, str(file))
     said = inspected(capsys, str(file), "--row", "8", f"data.tokenizer={folder}")
     assert (
-        "row 8 is one of the bad rows; --row N shows another\n" in said
+        "row 8 is one of the bad rows; show another by --row N\n" in said
         and "as the model gets it" not in said
     )
 

@@ -173,7 +173,7 @@ def test_pairs_of_two_responses_to_one_prompt(tmp_path: Path, capsys: pytest.Cap
             file.writelines(json.dumps(row) + "\n" for row in rows)
     paths = prepare_data("hh_rlhf", tmp_path / "out", source=str(tmp_path))
     assert (
-        "train.jsonl.gz: 4 of 5 rows are left out: no two different responses"
+        "train.jsonl.gz: 4 of 5 rows are left out: the two chats do not differ"
         in capsys.readouterr().out
     )
     [row] = read(paths["val"])

@@ -109,7 +109,7 @@ def test_arguments_of_calls_cannot_end_a_turn(serve: Callable[..., Served]) -> N
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "content[0].type: got a part of type 'image_url', expected 'text'. m takes no others",
+            "content[0].type: got a part of type 'image_url', expected 'text'. Leave the part out: m takes no others",
         ),
         (CHAT, {"messages": [USER] * 200}, "the prompt: got"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function: got nothing"),
@@ -292,7 +292,7 @@ def test_addresses_that_cannot_be_served(
     monkeypatch.delenv("QUADRIGA_SERVE_KEY", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=r"port: got .*, expected a free port\. Another"):
+        with pytest.raises(ConfigError, match=r"port: got .*, expected a free port\. Set"):
             serve(overrides=[f"{SERVE}.port={port}"])
     config = serve(overrides=[f"{SERVE}.host=0.0.0.0"]).config
     with pytest.raises(ConfigError, match="without a key"):

@@ -38,6 +38,9 @@ def translated(*words: str, program: str = "main_ppo", version: str = VERSIONS[-
         ("1e-6", 1e-6),
         ("-1", -1),
         (".5", 0.5),
+        ("-1.", -1.0),
+        ("e5", "e5"),
+        ("1__0", "1__0"),
         ("True", True),
         ("NULL", None),
         ("yes", "yes"),
@@ -46,6 +49,7 @@ def translated(*words: str, program: str = "main_ppo", version: str = VERSIONS[-
         ("[console,wandb]", ["console", "wandb"]),
         ("[\"a b\", 'c', 1.0, []]", ["a b", "c", 1.0, []]),
         ("{a:1, b: {c:[x,y]}}", {"a": 1, "b": {"c": ["x", "y"]}}),
+        ("{a=b: 1, ${c}: 2}", {"a=b": 1, "${c}": 2}),
         ("/data/a=b.parquet", "/data/a=b.parquet"),
         ("a\\,b", "a,b"),
     ],
@@ -353,7 +357,7 @@ def test_sweeps_and_programs_and_versions_that_nobody_knows_are_told_with_the_re
     with pytest.raises(ConfigError, match="--check-file: got '/nowhere': No such file"):
         main(["--check-file", "/nowhere"])
     assert main(["--check", "main_none", *words]) == 2
-    assert "expected one that has an entry" in capsys.readouterr().err
+    assert "expected a known program of verl" in capsys.readouterr().err
     assert [version_of(one) for one in ("", "0.6", "verl-0.8.0.dev (2026-01)", "verl-recipe (2026-08)")] == [
         "0.10.0", "0.6.1", "0.8.0", "0.10.0",
     ]  # fmt: skip
@@ -412,7 +416,7 @@ def test_what_losses_are_averaged_over_up_to_08() -> None:
             == mode
         )
         is_told = any(
-            "they are added up" in one for one in translated(VLLM, summed, version=version).notices
+            "adds them up" in one for one in translated(VLLM, summed, version=version).notices
         )
         assert is_told == (version != VERSIONS[-1])
 
@@ -506,7 +510,7 @@ def test_a_reward_model_takes_the_place_of_a_function() -> None:
     )
     assert not line.refused
     assert line.config is not None and line.config.custom_reward_function.path is None
-    assert any("the function is not called" in notice for notice in line.notices)
+    assert any("The function is not called" in notice for notice in line.notices)
 
 
 def test_steps_of_the_separate_trainer_are_updates() -> None:
