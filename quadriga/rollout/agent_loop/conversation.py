@@ -922,7 +922,7 @@ class TurnEncoder:
             **self.template_kwargs,
         }
         # The model continues a prompt that ends within its own turn.
-        if schemas and ends_with_assistant(messages):
+        if add_generation_prompt and ends_with_assistant(messages):
             options |= CONTINUING
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
