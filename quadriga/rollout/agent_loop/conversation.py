@@ -108,7 +108,7 @@ class LoopTimer:
             yield
         finally:
             self.num_in_engine -= 1
-            # The clock runs again only if no other conversation of the rollout waits for the engine.
+            # The clock stands still while another conversation of the rollout waits.
             if timeout is not None and not self.num_in_engine:
                 timeout.reschedule(asyncio.get_running_loop().time() + self.limit_s)
 
@@ -248,8 +248,8 @@ class Conversation:
 
         Raises:
             ConversationOver: the prompt does not fit into `data.max_prompt_length`.
-            RolloutError: there are no messages, the template leaves the tools out, or the prompt has
-                images for a text-only model.
+            RolloutError: there are no messages, the template leaves the tools out, or a text-only
+                model is shown an image.
         """
         assert not self.turns, "a conversation begins before its first turn"
         # A prompt of the data is rendered already, but cannot be rendered again without messages.
@@ -363,7 +363,7 @@ class Conversation:
         started = time.perf_counter()
         completion = await self.complete(self.all_tokens, self.images, **changes)
         token_ids = list(completion.token_ids)
-        # The engine reports the routes of prompt and response together, so these replace the earlier.
+        # A completion has the routes of all tokens so far, so they replace the earlier ones.
         self.routes = completion.routes
         text = self.encoder.decode(token_ids, with_special=True)
         message = {
@@ -487,8 +487,8 @@ class Conversation:
             self.unread.append(turn)
             raise ConversationOver("length")
         echo_mask = []
-        # A turn before the model's first one is like a part of the prompt, and has no loss. Nor has a
-        # turn with images, because `content_mask` does not know their tokens.
+        # A turn before the model's first one is like a part of the prompt, and has no loss. Nor has
+        # a turn with images, because `content_mask` does not know their tokens.
         if self.encoder.echo_roles and self.num_assistant_turns and not pictures:
             echo_mask = self.encoder.content_mask(escaped, len(token_ids))
         self.append_turn(turn, 0, [0.0] * len(token_ids), echo_mask=echo_mask)
@@ -502,8 +502,8 @@ class Conversation:
     ) -> list[int]:
         """Expand the token of each image in a turn to one token for each of its embeddings.
 
-        The images are stored, and passed to the engine with the later completions. New videos cannot
-        be added; those of the prompt stay.
+        The images are stored, and passed to the engine with the later completions. New videos
+        cannot be added; those of the prompt stay.
 
         Args:
             before: the tokens before the turn; empty for a prompt.
@@ -707,8 +707,8 @@ class TurnEncoder:
         if not token_ids or not model_turn:
             return token_ids
 
-        # The text begins with the token that closes the model's turn. It is left out if the model has
-        # written it, or has closed its turn with another special token.
+        # The text begins with the token that closes the model's turn. It is left out if the model
+        # has written it, or has closed its turn with another special token.
         last_written = model_turn[-1]
         is_closed = last_written == token_ids[0]
         if has_closing_token and {last_written, token_ids[0]} <= self._special_ids:
@@ -764,8 +764,8 @@ class TurnEncoder:
         # A pattern with one group for each content, followed by what is written behind the content.
         parts = []
         for message, separator in zip(messages, behind, strict=True):
-            # The content itself is tried first, because it may contain the separator. A template may
-            # also change it, as by stripping it: then the text up to the separator is taken.
+            # The content itself is tried first, because it may contain the separator. A template
+            # may also change it, as by stripping it: then the text up to the separator is taken.
             content = message["content"]
             exact = re.escape(content) if isinstance(content, str) else ""
             parts.append(f"({exact}.*?|.*?){separator}")
@@ -885,7 +885,8 @@ class TurnEncoder:
             messages: the responses.
 
         Returns:
-            The text from the special token on that ends the last call, or begins the first response.
+            The text, beginning with the special token that ends the last call, or else with the one
+            that begins the first response.
         """
         calls = []
         for message in messages:
