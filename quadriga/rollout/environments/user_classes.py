@@ -179,7 +179,7 @@ def _read_step(result: Any) -> tuple[Any, Any, bool, Mapping[str, Any]]:
         raise ValueError(
             f"step returned {shown}, expected (observation, reward, terminated, truncated, info)"
         )
-    # The flags are `terminated` and perhaps `truncated`. Of more than three values the last is info.
+    # Flags are `terminated` and perhaps `truncated`. Of more than three values, the last is info.
     observation, reward, *flags = result
     info = {}
     if len(result) > 3:
