@@ -52,8 +52,8 @@ def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
 
     Args:
         makers: functions that make an engine each.
-        num_shares: number of engines that share this process's threads. Processes of an engine get
-            its share as `OMP_NUM_THREADS`. 0: as many as makers.
+        num_shares: number of engines that share this process's threads. The processes of an engine
+            get the engine's share as `OMP_NUM_THREADS`. 0: the number of makers.
 
     Returns:
         The engines, in order.
@@ -243,7 +243,7 @@ class Balancer(RolloutEngine):
         return [responses[row] for row in range(len(prompts))]
 
     def abort(self) -> None:
-        """End all unfinished responses, in all engines that get requests."""
+        """End all unfinished responses of all engines that get requests."""
         if self.alive:
             self._call_alive(lambda engine: engine.abort())
 
@@ -315,7 +315,7 @@ class Balancer(RolloutEngine):
             logger.warning("%s is made again, after: %s", self._title(number), reason)
 
     def _restart_engine(self, number: int) -> RolloutEngine:
-        """Make an engine in the place of a dead one, after freeing its memory and processes."""
+        """Make an engine in the place of a dead one, whose memory and processes are freed first."""
         self._close_dead(number)
         [engine] = start_engines([self._makers[number]], len(self.engines))
         return engine

@@ -156,5 +156,5 @@ def require_same_tokens(
             f"{engine}, {group}",
             got="other tokens than the leader's",
             expected="the same on all ranks",
-            fix="The ranks compute with other weights, or on other devices.",
+            fix="Give the ranks equal devices, and publish the weights again.",
         )

@@ -147,7 +147,7 @@ class Servers:
                     client.where,
                     got=f"no reply to /{path} ({error})",
                     expected="a running server with vLLM's API",
-                    fix=f"Check {self.setting}.",
+                    fix=f"Check the addresses in {self.setting}, and whether the servers run.",
                 ) from error
         return replies
 

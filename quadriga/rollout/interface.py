@@ -81,7 +81,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is the likeliest one. Log-probabilities then have temperature 1."""
+        """Whether each token is the likeliest one. Log-probabilities are then at temperature 1."""
         return not self.do_sample or self.temperature == 0
 
     @property
@@ -196,7 +196,11 @@ class Images:
     videos: tuple[tuple[np.ndarray, Mapping[str, Any]], ...] = ()
 
     def followed_by(self, token_ids: Sequence[int]) -> "Images":
-        """Return the same images for the prompt with text appended, as in a later turn."""
+        """Return the same images for a longer prompt, to which text is appended as by a later turn.
+
+        Args:
+            token_ids: the appended text, without tokens of images.
+        """
         last = self.position_ids[:, -1:]
         text_positions = last + torch.arange(1, len(token_ids) + 1, device=last.device)
         positions = torch.cat((self.position_ids, text_positions), -1)
@@ -423,7 +427,7 @@ class RolloutEngine(WeightTarget, ABC):
         """Abort unfinished responses and end the batch; for the leader of a rollout group."""
 
     def sleep(self) -> None:
-        """Free the memory of generation. Weights may be loaded, but generating is an error."""
+        """Free memory that only generation needs. Weights may still be loaded in the sleep."""
         self._require_open("sleep")
         self._state = "asleep"
 
@@ -437,7 +441,7 @@ class RolloutEngine(WeightTarget, ABC):
         self._state = "closed"
 
     def named_weights(self) -> NamedWeights:
-        """Weights that the engine computes with; none if it repacks them, or has no model."""
+        """Weights that the engine computes with. Empty if it repacks them, or has no model."""
         return ()
 
     def fingerprint(self) -> Fingerprint:

@@ -59,7 +59,7 @@ class Manifest:
         return weights
 
     def select(self, accepts: Callable[[str], bool]) -> "Manifest":
-        """Select weights by their names.
+        """Select weights by their names, without `buffers`.
 
         Args:
             accepts: returns whether to select the weight of a name. Selected weights must not be
@@ -69,7 +69,7 @@ class Manifest:
         return Manifest(shapes, {name: self.same[name] for name in shapes})
 
     def union(self, other: "Manifest") -> "Manifest":
-        """The weights of both manifests."""
+        """Join the weights of two manifests, of which `other` has no `buffers`."""
         return Manifest(self.shapes | other.shapes, self.same | other.same, self.buffers)
 
     def check_stream(

@@ -285,11 +285,15 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self.strings = tuple(strings)
         self.tokenizer = tokenizer
+        # A string of n bytes has at most n tokens.
         longest = max((len(string.encode()) for string in strings), default=0)
         self.num_tokens = longest + _SLACK
 
     def is_reached(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last tokens of the response contain one of the strings."""
+        """Whether the end of the response contains one of the strings.
+
+        Only the last `num_tokens` tokens are decoded, because this is called after each token.
+        """
         if not self.strings:
             return False
         tail = self.tokenizer.decode(list(token_ids[-self.num_tokens :]), skip_special_tokens=False)

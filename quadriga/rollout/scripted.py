@@ -124,7 +124,8 @@ class ScriptedEngine(RolloutEngine):
         for prompt, params in zip(prompts, sampling, strict=True):
             respond = self.function or self._next_response
             token_ids = self._token_ids(respond(list(prompt)))
-            # The response ends at a stop string, or else with its last token.
+            # The response ends with a stop string, or else with its last token. It is then cut at
+            # `max_tokens`.
             length = StopStrings(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
             reason: FinishReason = "stop" if length <= params.max_tokens else "length"
             token_ids = token_ids[: min(length, params.max_tokens)]

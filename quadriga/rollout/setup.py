@@ -57,12 +57,13 @@ class EngineSetup:
 
     @property
     def can_sleep(self) -> bool:
-        """Whether a third-party engine releases memory between phases, which none can on a CPU."""
+        """Whether a third-party engine releases memory between phases. On a CPU none can."""
         return self.rollout.free_cache_engine and self.device.type != "cpu"
 
     @property
     def cache_gigabytes(self) -> float | None:
         """Size of a third-party engine's KV cache in GiB; None: as much as fits."""
+        # On a CPU the cache would otherwise take most of the host's memory.
         if self.rollout.cache_gigabytes is None and self.device.type == "cpu":
             return 1.0
         return self.rollout.cache_gigabytes

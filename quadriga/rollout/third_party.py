@@ -176,7 +176,7 @@ class ThirdPartyEngine(RolloutEngine):
     def _require_ready(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> None:
-        """Check the arguments of a batch, also against `max_model_len`.
+        """Check the engine and the arguments of a batch, including `max_model_len`.
 
         Args:
             prompts: token ids of each prompt.
@@ -238,7 +238,7 @@ def start_error(name: str, title: str, problem: str) -> RolloutError:
         f"rollout.name={name}, at its start",
         got=problem,
         expected=f"a model and settings that {title} takes",
-        fix=f"See max_model_len, cache_gigabytes and engine_kwargs.{name} of"
+        fix=f"Check max_model_len, cache_gigabytes and engine_kwargs.{name} of"
         f" actor_rollout_ref.rollout; {title}'s own traceback is above.",
     )
 
@@ -255,7 +255,7 @@ def engine_lost_error(name: str, title: str, event: str) -> EngineLostError:
         f"{name}.generate",
         got=f"{title}, which {event}",
         expected="responses",
-        fix=f"{_LOG} Less memory: lower actor_rollout_ref.rollout.max_num_seqs,"
+        fix=f"{_LOG} If it lacked memory, lower actor_rollout_ref.rollout.max_num_seqs,"
         " max_num_batched_tokens or gpu_memory_utilization.",
     )
 

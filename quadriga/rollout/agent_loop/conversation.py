@@ -175,8 +175,9 @@ class Conversation:
     def another(self, agent: str = "") -> "Conversation":
         """Begin a further conversation of the same rollout, which becomes a row of its own.
 
-        It has the same limits, its own seeds, and the prompt of this row until `begin` replaces it.
-        If the loop sets no `outcome`, it gets the grade of the rollout's first conversation.
+        The new conversation has the same limits, its own seeds, and the data's prompt of this row
+        until `begin` replaces the prompt. If the loop does not set its `outcome`, it gets the grade
+        of the rollout's first conversation.
 
         Args:
             agent: name of the agent whose turns the model writes.
@@ -303,13 +304,16 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """Number of tokens that still fit into the response."""
+        """Number of tokens that still fit into the response, by both limits on its length."""
         total = self.limits.total_tokens - len(self.prompt_ids)
         return min(self.limits.response_tokens, total) - len(self.token_ids)
 
     @property
     def turn_spans(self) -> list[tuple[int, int]]:
-        """Start and end of each turn of the model in the response; the end is exclusive."""
+        """Start and end of each turn of the model, as token numbers in the response.
+
+        The end is exclusive.
+        """
         spans = []
         start = 0
         for turn in self.turns:

@@ -45,7 +45,7 @@ class BoundedOutput(io.TextIOBase):
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.num_left_out = 0
-        self._room = BATCH_CHARS
+        self._room = BATCH_CHARS  # characters that the batch may still show
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -80,7 +80,7 @@ class BoundedOutput(io.TextIOBase):
         return num_left_out
 
     def flush(self) -> None:
-        """Flush the stream. An error of the stream does not end a conversation."""
+        """Flush the stream. In a conversation, an error of the stream is ignored."""
         if num_printed.get() is not None:
             relay("", self.stream, flush=True)
         elif self.stream is not None:

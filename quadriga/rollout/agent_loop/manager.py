@@ -171,6 +171,7 @@ class AgentLoopManager:
         if not servers:
             return ""
         text = f"MCP servers {', '.join(server.name for server in servers)}"
+        # Only a server that is started here, by a command, has a standard error.
         for folder in {server.log.parent for server in servers if server.entry.command is not None}:
             text += f"; standard error in {folder}/mcp-*.log"
         return text
@@ -410,21 +411,23 @@ def load_tools(
 
 
 def offered_tools(config: RolloutConfig) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]:
-    """Find out which tools prompts will offer, before there are agent loops.
+    """Find out which tools prompts will offer, before agent loops are made.
 
-    MCP servers are started or reached to list their tools, and closed again.
+    MCP servers are started or reached to list their tools, and then closed.
 
     Returns:
         Schemas of the configured tools, and the names of the agent loops that offer them.
 
     Raises:
-        ConfigError, RolloutError: see `load_tools`.
+        ConfigError, RolloutError: the tools or the file of agent loops cannot be loaded; see
+            `load_tools` and `load_loops`.
     """
     if not config.multi_turn.enable:
         return (), frozenset()
     with TemporaryDirectory(prefix="quadriga-") as log_dir, closing(ToolThread()) as thread:
         tools = load_tools(config.multi_turn, thread, Path(log_dir))
     if tools and config.agent.agent_loop_path is not None:
+        # A user's loop may offer tools, too.
         load_loops(config.agent.agent_loop_path)
     agents = frozenset(name for name, loop in REGISTRY.items() if loop.offers_tools)
     return tuple(spec.schema for spec in tools.values()), agents
@@ -443,6 +446,7 @@ async def _run_and_end_forks(loop: AgentLoop, chat: Conversation) -> None:
 
 def _progress_text(chats: Sequence[Conversation]) -> str:
     """Say how many conversations have ended, and what the others are doing."""
+    # A conversation that has ended has no activity.
     activities = Counter(chat.activity for chat in chats if chat.activity)
     pending = ", ".join(f"{count} {activity}" for activity, count in activities.most_common(6))
     return f"{len(chats) - activities.total()} ended, {pending}"
@@ -465,7 +469,7 @@ def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
     for row, token_ids in enumerate(batch["input_ids"]):
         columns = {name: column[row] for name, column in prompts.non_tensor_batch.items()}
         messages = columns.get("raw_prompt")
-        # Responses to the same prompt share its messages, and loops may change theirs.
+        # Copies, because the rows of a prompt share its messages, and a loop may change its own.
         if messages is not None:
             messages = [dict(message) for message in messages]
         is_prompt = batch["attention_mask"][row].bool()

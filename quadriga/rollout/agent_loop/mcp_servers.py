@@ -102,7 +102,7 @@ class Server:
 
     @staticmethod
     def _start_failure(task: "asyncio.Task[None]") -> str:
-        """Say why a server has not listed its tools."""
+        """Say why a server has not listed its tools: the error of its task, or the time limit."""
         cause = task.exception() if task.done() and not task.cancelled() else None
         # anyio wraps the error in groups, one for each task group of the package.
         while isinstance(cause, BaseExceptionGroup):
@@ -191,7 +191,8 @@ class Server:
             cwd=entry.cwd or str(self.folder),
         )
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.log.touch(0o600)  # a server may print secrets of its environment
+        # Only readable for the user, because a server may print secrets of its environment.
+        self.log.touch(0o600)
         log = stack.enter_context(self.log.open("a", encoding="utf-8"))
         return import_module("mcp.client.stdio").stdio_client(parameters, errlog=log)
 

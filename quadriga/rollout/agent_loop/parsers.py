@@ -175,10 +175,10 @@ PARSERS: dict[str, Parser] = {
 
 
 def _from_json(name: str, text: str, subject: str) -> Any:
-    """Decode JSON.
+    """Decode JSON that the model has written.
 
     Args:
-        name: name of the tool; "" if it is not known.
+        name: name of the tool, for the problem; "" if it is not known.
         text: the text.
         subject: beginning of the problem, such as "the tool call is".
 
@@ -192,11 +192,11 @@ def _from_json(name: str, text: str, subject: str) -> Any:
 
 
 def _call_with_arguments(name: str, arguments: Any) -> ToolCall:
-    """Make a tool call.
+    """Make a tool call of a format whose arguments are JSON.
 
     Args:
         name: name of the tool.
-        arguments: decoded arguments, or JSON text of them.
+        arguments: the decoded arguments, or a text with the arguments as JSON.
 
     Raises:
         _UnreadableError: the arguments are not a JSON object.

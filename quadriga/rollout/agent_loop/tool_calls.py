@@ -119,10 +119,10 @@ class ToolThread(EventLoopThread):
         Args:
             where: the call, for error messages.
             function: the function.
-            kwargs: its keyword arguments.
+            kwargs: keyword arguments of the function.
             limit_s: time limit of the call, in seconds.
-            is_for_model: whether the model reads the result. Otherwise nobody reads a `ToolError`,
-                and it is a failure like any other.
+            is_for_model: whether the model reads the result, and so the message of a `ToolError`.
+                Otherwise a `ToolError` is a failure like any other error.
 
         Returns:
             The function's result.
@@ -139,6 +139,7 @@ class ToolThread(EventLoopThread):
         except ToolError as error:
             if is_for_model:
                 raise
+            # The message of the new error adds a full stop.
             raise ToolFailedError(where, got=f"ToolError: {error}".rstrip(".")) from error
         except TimeoutError as error:
             fix = f"Raise {_TIMEOUT_KEY}, or make the tool quicker."

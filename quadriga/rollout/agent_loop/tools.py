@@ -253,8 +253,8 @@ def function_tool(
     Args:
         function: a function with a docstring and a type hint for each argument. Parameters after a
             `*` are hidden from the model; a sample sets them by
-            `tools_kwargs[NAME]["execute_kwargs"]`.
-        name: name by which the model calls it. "": the function's name.
+            `tools_kwargs[NAME]["execute_kwargs"]`. None: the decorator has other arguments.
+        name: name by which the model calls the tool. "": the function's name.
         description: description that the model reads. "": the docstring up to its first section.
 
     Returns:
@@ -317,7 +317,7 @@ def function_tools(path: str) -> list[ToolSpec]:
         raise ConfigError(
             where,
             got=f"{path}, in which no function is a tool",
-            expected="at least one",
+            expected="at least one tool",
             fix="Write @function_tool (from quadriga.rollout.agent_loop) above each function that is a tool.",
         )
     return specs
@@ -359,6 +359,7 @@ def load_class(reference: str, folder: Path, base: type, where: str) -> Any:
     if not place or not name:
         raise ConfigError(where, repr(reference), expected="file.py:Name or package.module.Name")
     is_file = place.endswith(".py")
+    # `import_file` takes the path of a file, or the name of a module behind the prefix `PACKAGE`.
     source = folder / Path(place).expanduser() if is_file else f"{PACKAGE}{place}"
     user_class = member_of(import_file(source, where), name, where, base=base)
     require_methods(user_class, base, where, ConfigError)
@@ -370,9 +371,9 @@ def require_methods(user_class: type, base: type, where: str, error: type[Quadri
 
     Args:
         user_class: the class.
-        base: its base class.
+        base: base class whose docstrings say what the methods do, for the error.
         where: where the user names the class, for the error.
-        error: type of the error.
+        error: type of the error to raise.
     """
     missing = sorted(getattr(user_class, "__abstractmethods__", ()))
     if missing:

@@ -228,6 +228,7 @@ class GymnasiumEnvironment(SteppedEnvironment):
         environment = gymnasium.make(identifier, **spec.options)
         space = environment.action_space
         if type(space).__name__ == "Text":
+            # The reply itself is the action.
             super().__init__(environment)
             return
         schema = json.dumps(space_schema(space))

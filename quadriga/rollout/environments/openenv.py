@@ -63,7 +63,7 @@ class OpenEnvEnvironment(TextEnvironment):
         if not self._url.startswith(("ws://", "wss://")):
             raise RolloutError("env.name", got=repr(url), expected="openenv:ws://HOST:PORT")
         self._action_schema: Mapping[str, Any] = {}
-        # The schema comes over HTTP, from the same address as the WebSocket.
+        # The schema comes over HTTP from the same address: ws:// becomes http://, wss:// https://.
         client = HTTPClient(
             f"http{self._url.removeprefix('ws')}",
             RolloutError,
@@ -105,7 +105,7 @@ class OpenEnvEnvironment(TextEnvironment):
 
     def step(self, action: Action) -> Step:
         """Send an action. If the server refuses it, the model reads the reason."""
-        # A call of a tool, or JSON that the model wrote.
+        # The action is a call of a tool, or else the model's text, which should be JSON.
         if isinstance(action, dict):
             call = {"tool_name": action["name"], "arguments": action["arguments"]}
             data = {"type": "call_tool", **call}
@@ -156,7 +156,11 @@ class OpenEnvEnvironment(TextEnvironment):
             raise self._failure(f"no WebSocket ({type(error).__name__}: {error})") from error
 
     def _list_tools(self) -> list[Mapping[str, Any]]:
-        """Ask the server for the schemas of its tools."""
+        """Ask the server for its tools, and return their schemas.
+
+        Raises:
+            RolloutError: the server refused, or the reply has another form.
+        """
         reply = self._ask("step", {"type": "list_tools"})
         if reply["type"] == "error":
             raise self._failure(str(reply["data"]))

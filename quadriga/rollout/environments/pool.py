@@ -370,11 +370,11 @@ class _Host:
         """Count a failure, and make its error.
 
         Args:
-            count_name: the count to raise, one of `_COUNTS`.
+            count_name: name of the count to increase, one of `_COUNTS`.
             where: the call.
             got: what happened instead of a step.
             kind: kind of the failure in `Outcome`.
-            fix: advice.
+            fix: advice. "": none.
         """
         self._counts[count_name] += 1
         failure = EnvironmentFailedError(where, got, expected="a step", fix=fix)

@@ -207,7 +207,7 @@ class ToolEnvironment(TextEnvironment):
         self._methods: dict[str, Callable[..., Any]] = {}
         self._validators: dict[str, Callable[[Any], BaseModel]] = {}
         schemas = []
-        # Each public method is a tool, described by its signature and its docstring.
+        # Each public method is a tool. Its signature and docstring describe it to the model.
         for method_name, function in inspect.getmembers(type(environment), inspect.isfunction):
             if method_name.startswith("_") or method_name in _NO_TOOLS:
                 continue
@@ -244,7 +244,7 @@ class ToolEnvironment(TextEnvironment):
         try:
             result = self._methods[name](**arguments)
         except Exception as error:
-            # In this form of class, a tool raises to tell the model something.
+            # In classes of this form, a tool raises to tell the model what was wrong.
             return _refusal(str(error) or type(error).__name__)
         return Step(as_observation(result))
 

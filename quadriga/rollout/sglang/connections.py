@@ -251,15 +251,15 @@ class SGLangServer:
         if LOADER not in (info.get("custom_weight_loader") or ()):
             raise RolloutError(
                 self._client.where,
-                got="a server that does not say which weights reach it",
-                expected=f"--custom-weight-loader {LOADER}",
+                got="a server that does not report which weights it receives",
+                expected=f"a server started with --custom-weight-loader {LOADER}",
             )
         context_length = int(info.get("context_length") or 0)
         if 0 < context_length <= max_model_len:
             raise RolloutError(
                 self._client.where,
                 got=f"--context-length {context_length}",
-                expected=f"more than {max_model_len}",
+                expected=f"a server started with more than {max_model_len}",
             )
 
     def close(self) -> None:

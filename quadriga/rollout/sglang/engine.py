@@ -363,7 +363,7 @@ class SGLangEngine(ThirdPartyEngine):
     def _require_ready(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> None:
-        """Check the arguments of a batch, also for combinations that SGLang cannot sample.
+        """Check the engine and the arguments of a batch, and refuse what SGLang cannot sample.
 
         Args:
             prompts: token ids of each prompt.

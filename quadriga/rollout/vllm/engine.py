@@ -196,7 +196,7 @@ class VLLMEngine(ThirdPartyEngine):
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Whether a load may consist of the adapter alone."""
+        """Whether vLLM has the weights below an adapter, so that a load may omit them."""
         return bool(self._frozen)
 
     @property
@@ -217,7 +217,7 @@ class VLLMEngine(ThirdPartyEngine):
             [future] = self.begin([prompt], [sampling], [images])
             return await asyncio.wrap_future(future)
         if not isinstance(self.core, GroupCore):
-            # An engine in this process blocks, so requests are collected into batches.
+            # An engine in this process blocks, so the base class collects requests into batches.
             return await super().generate(prompt, sampling, images)
         [request] = self._make_requests([prompt], [sampling], [images])
         with self._translated_errors():
@@ -259,8 +259,8 @@ class VLLMEngine(ThirdPartyEngine):
             prompts: token ids of each request.
             sampling: how each response is sampled.
             images: images of each prompt.
-            joined: not called: vLLM does not count its steps.
-            earlier: must be empty: vLLM does not continue responses.
+            joined: never called, because vLLM does not count its steps.
+            earlier: must be empty, because vLLM does not continue responses.
 
         Returns:
             The completion of each request.

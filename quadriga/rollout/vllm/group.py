@@ -132,7 +132,11 @@ class GroupCore(InProcessCore):
         return [call.future.result() for call in calls]
 
     async def generate(self, request: VLLMRequest) -> Response:
-        """Generate one response together with others. Cancelling it aborts it on all ranks."""
+        """Generate one response together with others; for the leader.
+
+        The steps are made in a thread of this object. Cancelling the caller aborts the request on
+        all ranks.
+        """
         call = _PendingRequest(request, Response(request.expanded))
         waiting = asyncio.wrap_future(call.future)
         if self._submit([call]):
