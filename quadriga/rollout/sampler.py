@@ -125,7 +125,7 @@ def sample(logits: Tensor, rules: SamplingRules, uniforms: Tensor) -> tuple[Tens
     likeliest = None if rules.is_greedy is None else logits.argmax(-1)
     if rules.temperature is not None:
         logits.div_(rules.temperature)
-    # If the likeliest tokens are known, looking up their logits spares a pass over all logits.
+    # If all rows are greedy, looking up the logits of the likeliest tokens spares another pass.
     highest = (
         logits.gather(1, likeliest[:, None]) if rules.all_greedy else logits.amax(-1, keepdim=True)
     )
@@ -251,7 +251,7 @@ def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
         num_ranked = max(int(top_k.max()), num_ranked)
     ranked = odds.topk(min(num_ranked, num_tokens)).values
 
-    threshold = torch.zeros_like(ranked[:, :1])
+    threshold = torch.zeros_like(ranked[:, :1])  # 0 keeps all tokens
     if top_k is not None:
         last = (top_k - 1).clamp(min=0)
         threshold = torch.where(top_k > 0, ranked.gather(1, last), threshold)
@@ -261,7 +261,7 @@ def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
         nucleus_mass = remaining.double().sum(-1, keepdim=True) * rules.top_p
         is_off = rules.top_p >= 1  # rows without top-p
         while True:
-            # In float64: the sum of many small odds decides where the nucleus ends.
+            # In float64, because the sum of many small odds decides where the nucleus ends.
             cumulative = ranked.double().cumsum(-1)
             is_enough = (cumulative[:, -1:] >= nucleus_mass) | is_off
             if ranked.shape[1] == num_tokens or bool(is_enough.all()):

@@ -62,8 +62,9 @@ class BoundedOutput(io.TextIOBase):
             if self.stream is not None:
                 self.stream.write(text)
             return len(text)
-        limit = min(self._room, CONVERSATION_CHARS - counter[0])
-        shown_text = text[: max(0, limit)]
+        # What is left of the limits of the batch and the conversation; negative if it is exceeded.
+        num_left = min(self._room, CONVERSATION_CHARS - counter[0])
+        shown_text = text[: max(0, num_left)]
         counter[0] += len(text)
         self._room -= len(shown_text)
         # Counted in full first: `relay` returns False if the stream could not show anything.

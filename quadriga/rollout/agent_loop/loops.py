@@ -96,7 +96,7 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
             require_methods(cls, AgentLoop, where, RolloutError)
             class_name = cls.__qualname__
             # A file that is loaded again defines its classes anew, so a class of the same module and
-            # name may replace the registered one.
+            # name may replace the registered one. If the name is free, this is `cls` itself.
             registered = self.get(name, cls)
             owner = f"{registered.__module__}.{registered.__qualname__}"
             if owner != f"{cls.__module__}.{class_name}":
@@ -256,7 +256,8 @@ class ToolAgent(AgentLoop):
                 function = {"name": call.name, "arguments": call.arguments}
                 readable_calls.append({"type": "function", "function": function})
         turn.messages[0]["tool_calls"] = readable_calls
-        # Checked first, because calls may have effects, and no response could be appended.
+        # Checked before the calls are made, because calls whose responses cannot be appended might
+        # still have effects.
         chat.require_turns_left()
         responses = await tools.call_all(calls)
         chat.append(

@@ -629,7 +629,7 @@ def _prompt_columns(
 
 
 def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metric]:
-    """Metrics of a batch of conversations, under the same names as those of `generate_sequences`.
+    """Metrics of a batch of conversations. Those of `generate_sequences` have the same names here.
 
     Args:
         chats: B conversations that have ended.

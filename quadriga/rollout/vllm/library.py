@@ -272,10 +272,12 @@ def executor(device: torch.device, group: tuple[str, int] | None = None) -> type
 
     class Executor(base):
         def _distributed_args(self) -> tuple[str, int, int]:
+            """Init method, rank, and index of the device, as vLLM asks for them."""
             if group is None:
                 method, rank, *_ = super()._distributed_args()
             else:
                 name, rank = group
+                # Not opened, because torch's process group exists. vLLM derives names from it.
                 method = f"file:///{name}"
             return method, rank, device.index or 0
 
