@@ -236,7 +236,11 @@ def _typed_value(text: str, schema: Mapping[str, Any]) -> Any:
     If the schema allows a text, the text stays as it is. Otherwise it is decoded as JSON.
     """
     options = [schema, *schema.get("anyOf", ())]
-    may_be_text = any(option.get("type") == "string" or "enum" in option for option in options)
+    # A type is a name or a list of names. An enum may have texts, and values of other types.
+    may_be_text = any(
+        "string" in (option.get("type") or ()) or text in option.get("enum", ())
+        for option in options
+    )
     # For an optional argument "null" means none, and not a text.
     if may_be_text and text.strip() != "null":
         return text
