@@ -175,8 +175,9 @@ class Balancer(RolloutEngine):
             except Exception as error:  # raised below if no other engine can serve the request
                 failed[number] = error
             else:
-                # This engine could serve the request, so those that could not are at fault.
+                # This engine works, so after its next failure it is restarted without a pause.
                 self._restarts.reset_pause(number)
+                # It could serve the request, so those that could not are at fault.
                 self.counts["rollout/requests_moved"] += len(failed)
                 self._mark_dead(failed)
                 return completion
@@ -302,11 +303,12 @@ class Balancer(RolloutEngine):
         for number in numbers:
             self._restarted.discard(number)
             reason = self.dead.pop(number)
-            names = expected.differences(self.engines[number].fingerprint())
-            if names:
+            differing_names = expected.differences(self.engines[number].fingerprint())
+            if differing_names:
+                some_names = name_some(differing_names)
                 error = WeightSyncError(
                     f"{self._title(number)}, made again",
-                    got=f"other weights in {len(names)} tensors: {name_some(names)}",
+                    got=f"other weights in {len(differing_names)} tensors: {some_names}",
                     expected="those of the others",
                 )
                 self._mark_dead({number: error})

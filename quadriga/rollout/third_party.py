@@ -200,26 +200,28 @@ def require_device_memory(
         total_bytes: bytes of the device.
         used_bytes: bytes that this process's tensors hold before the engine starts.
         other_bytes: bytes that anything else holds: other programs, CUDA contexts and NCCL.
-        later_bytes: bytes that training will take besides, and keep while the engine generates.
+        later_bytes: bytes that training will take later, and then keep while the engine generates:
+            AdamW's moments.
         share: share of `total_bytes` for the engine: `gpu_memory_utilization`.
 
     Raises:
-        ConfigError: says what holds the memory, and which share is possible.
+        ConfigError: too little is left. The error says what holds the memory, and which share is
+            possible.
     """
     gib = 1 << 30
     training_bytes = used_bytes + later_bytes
     taken_bytes = training_bytes + other_bytes
     if taken_bytes + share * total_bytes <= total_bytes:
         return
-    training = f"training keeps {training_bytes / gib:.1f}"
+    training_text = f"training keeps {training_bytes / gib:.1f}"
     if later_bytes:
-        training += f" ({later_bytes / gib:.1f} of it AdamW's moments from the first step on)"
+        training_text += f" ({later_bytes / gib:.1f} of it AdamW's moments from the first step on)"
     # Rounded down, so that the share in the error is possible.
     possible_share = int(max(0.0, 1 - taken_bytes / total_bytes) * 100) / 100
     raise ConfigError(
         "actor_rollout_ref.rollout.gpu_memory_utilization",
         got=f"{share:g}, which is {share * total_bytes / gib:.1f} GiB of {total_bytes / gib:.1f}, while"
-        f" {training}, and other programs, CUDA and NCCL hold {other_bytes / gib:.1f}",
+        f" {training_text}, and other programs, CUDA and NCCL hold {other_bytes / gib:.1f}",
         expected=f"at most {possible_share:g}",
         fix="Lower it, end other programs on the GPU (`nvidia-smi` lists them), give the rollout a"
         " pool of its own (trainer.placement), or let more ranks share the weights (fsdp_size).",

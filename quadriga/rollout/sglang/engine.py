@@ -103,9 +103,7 @@ class SGLangEngine(ThirdPartyEngine):
             self.description += f"; {_UNSEEDED}"
         # Guards the next three. Held while a batch is sent, so that `abort` sees all of it or none.
         self._lock = threading.Lock()
-        self._running: dict[
-            str, Future[Any]
-        ] = {}  # pending replies by SGLang's name of the request
+        self._running: dict[str, Future[Any]] = {}  # pending replies by name of the request
         self._aborted: set[str] = set()  # names of requests that `abort` may have ended
         self._num_aborting = 0  # calls of `abort` that have not returned
         # In a sleep: whether a load has mapped the memory of the weights again.

@@ -154,8 +154,14 @@ class VLLMEngine(ThirdPartyEngine):
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "VLLMEngine | Balancer":
-        """Make the engine of a configuration, or several behind a balancer."""
+        """Make the engine of a configuration, or several behind a balancer.
+
+        Raises:
+            ConfigError: the configuration asks for something that vLLM does not support.
+            RolloutError: vLLM is missing, too old, or refuses the model or the options.
+        """
         if setup.device.type == "cpu":
+            # With trainer.device=auto, only this process knows that the engine is on a CPU.
             problem = experts_problem(setup.config)
             if problem:
                 raise problem
@@ -169,7 +175,7 @@ class VLLMEngine(ThirdPartyEngine):
         if model.has_adapter:
             is_wide = setup.device.type != "cpu" and setup.dtype == torch.float32
             route = adapter_route(setup.config, is_wide_on_accelerator=is_wide)
-            # If it does not arrive alone, the adapter arrives merged into the weights.
+            # Otherwise the trainer merges the adapter into the weights, so vLLM need not know it.
             if route.is_alone:
                 # Only names and shapes are needed, so any seed will do.
                 add_adapter(skeleton, model, seed=0)
@@ -829,13 +835,13 @@ class WorkerExtension:
             # nothing can be checked.
             return []
         rank, num_ranks = tensor_parallel_place(self)
-        loaded = set()
+        held_fingerprints = set()
         for a, b in layers:
             # vLLM's tensors are padded to `max_lora_rank`. Without the padding they have the
             # adapter's rank, or a part of it, rounded up, if A is split by rows.
             for adapter_rank in {shape.rank, ceil(shape.rank / num_ranks)}:
-                loaded.add(tensor_fingerprint(a[:adapter_rank]))
-                loaded.add(tensor_fingerprint(b[:, :adapter_rank]))
+                held_fingerprints.add(tensor_fingerprint(a[:adapter_rank]))
+                held_fingerprints.add(tensor_fingerprint(b[:, :adapter_rank]))
         dtype = layers[0][0].dtype
         missing = []
         for name, tensor in factors.items():
@@ -845,7 +851,7 @@ class WorkerExtension:
             else:
                 # vLLM multiplies B by the adapter's scale when it loads it.
                 parts = row_parts(matrix * shape.scale, num_ranks, rank)
-            if loaded.isdisjoint(tensor_fingerprint(part) for part in parts):
+            if held_fingerprints.isdisjoint(tensor_fingerprint(part) for part in parts):
                 missing.append(name)
         return missing
 

@@ -194,6 +194,7 @@ def checkpoint_weights(name: str, weight: Tensor, model_type: str) -> Iterator[t
         Name and tensor: the weight itself, or one matrix of one expert.
     """
     if model_type in MIXTURES:
+        # Files call the module with the router and the experts as vLLM does.
         name = name.replace(".mlp.", f".{MIXTURES[model_type]}.")
     place, _, kind = name.rpartition(".")
     if not place.endswith(".experts"):
@@ -328,7 +329,7 @@ def drawn_tokens(runner: Any) -> dict[str, int] | None:
         states = runner.req_states
         slots = states.req_id_to_index
         # Only the array on the device counts sampled tokens exactly. It is read once for all slots.
-        total_lengths = states.total_len.gpu.tolist()
+        total_lengths = states.total_len.gpu.tolist()  # of prompt and response
         prompt_lengths = states.prompt_len.np.tolist()
     except AttributeError:
         return None
