@@ -546,8 +546,8 @@ def to_batch(
     images = [chat.images for chat in chats]
     prompts = _prompt_columns(chats, images, limits, pad_token_id)
     position_ids = prompts["position_ids"]
-    # `append_responses` counts positions on as for text. Behind images they are others, so the
-    # result is replaced below.
+    # `append_responses` continues the positions of the prompt as for text, which is wrong behind
+    # images of later turns. So they are replaced below.
     tensors = append_responses(
         prompts | {"position_ids": position_ids[..., : limits.prompt_tokens]},
         [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats],
@@ -565,7 +565,7 @@ def to_batch(
 
     non_tensors = _conversation_columns(chats)
     if chats and chats[0].processor is not None:
-        inputs = [{} if shown is None else shown.inputs for shown in images]
+        inputs = [{} if row_images is None else row_images.inputs for row_images in images]
         non_tensors["multi_modal_inputs"] = object_array(inputs)
     if has_grades:
         non_tensors["reward_outcome"] = object_array(chat.outcome for chat in chats)
@@ -605,7 +605,7 @@ def _prompt_columns(
     input_ids = torch.full((len(chats), limits.prompt_tokens), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
     positions = torch.zeros(len(chats), num_axes, length, dtype=torch.int64)
-    for row, (chat, shown) in enumerate(zip(chats, images, strict=True)):
+    for row, (chat, row_images) in enumerate(zip(chats, images, strict=True)):
         start = limits.prompt_tokens - len(chat.prompt_ids)
         if start < 0:
             raise RolloutError(
@@ -615,12 +615,12 @@ def _prompt_columns(
             )
         input_ids[row, start:] = torch.tensor(chat.prompt_ids)
         attention_mask[row, start:] = 1
-        if shown is None:
+        if row_images is None:
             positions[row, :, start:] = torch.arange(length - start)
         else:
-            # `shown` has the positions of prompt and response. Those of the padding follow.
-            padding = [pad_token_id] * (length - start - shown.position_ids.shape[1])
-            positions[row, :, start:] = shown.followed_by(padding).position_ids.cpu()
+            # The images have the positions of prompt and response. Those of the padding follow.
+            padding = [pad_token_id] * (length - start - row_images.position_ids.shape[1])
+            positions[row, :, start:] = row_images.followed_by(padding).position_ids.cpu()
     return {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
