@@ -206,9 +206,10 @@ class Balancer(RolloutEngine):
         self._require_ready(prompts, sampling)
         row_images = images or [None] * len(prompts)
 
-        rows: dict[int, list[int]] = {}  # by the engines' numbers
+        rows: dict[int, list[int]] = {}  # of the current round, by the engines' numbers
 
         def generate_rows(number: int) -> list[Completion]:
+            """Generate the responses of an engine's rows."""
             engine = self.engines[number]
             engine.count_ended = self.count_ended
             try:
@@ -221,17 +222,17 @@ class Balancer(RolloutEngine):
                 # Responses that end later are not of this batch.
                 engine.count_ended = None
 
-        responses = {}
-        failed = {}
+        responses = {}  # by row
+        failed = {}  # errors by the engines' numbers
         num_moved = 0
-        # Rows of an engine that fails are shared among the remaining ones.
+        # Rows of an engine that fails are shared among the remaining ones in the next round.
         while len(responses) < len(prompts):
             usable = [number for number in self.alive if number not in failed]
             if not usable:
                 raise self._error_of_all(failed)
             unserved_rows = [row for row in range(len(prompts)) if row not in responses]
             shares = _divide_rows(prompts, sampling, unserved_rows, len(usable))
-            # An engine may get no rows.
+            # An engine without rows takes no part in the round.
             rows = {number: share for number, share in zip(usable, shares, strict=True) if share}
             results, errors = self._run_concurrently(rows, generate_rows)
             for number, completions in results.items():

@@ -91,6 +91,7 @@ class Server:
                 f"MCP server {self.name}, tools",
                 got=", ".join(missing) or "none",
                 expected=f"some of {', '.join(server_names) or 'none: it has no tools'}",
+                fix="Correct `tools` of this server in the file of tools.",
             )
         return [self._spec_of(tool) for tool in tools if tool.name in selected_names]
 

@@ -512,7 +512,7 @@ def _argument_fields(function: Callable[..., Any], where: str) -> dict[str, Any]
         raise RolloutError(
             where,
             got=f"a type hint that is not known ({error})",
-            expected="types",
+            expected="types that the tool's file knows",
             fix="Import the type in the tool's file.",
         ) from error
     parameters.pop("self", None)
