@@ -25,7 +25,7 @@ class EngineSetup:
         device: the engine's device.
         dtype: dtype of the model.
         actor: the actor's own module, if this process has all of its weights. An engine may compute
-            with it instead of a copy. None: it has not.
+            with it instead of a copy. None: the process does not have them.
         group: the ranks that hold the engine together; None: this process holds all of it.
     """
 
