@@ -229,7 +229,7 @@ class HTTPEngine(RolloutEngine):
         self.image_token_id: int | None = None
         fix = (
             "Compare max_prompt_length, max_response_length and engine_kwargs.model"
-            " with what it serves."
+            " with what the server serves."
         )
         self.servers = Servers(urls, setting=f"{_KWARGS}.urls", where=_WHERE, fix=fix, **options)
         self.model = model

@@ -266,9 +266,9 @@ class Conversation:
             prompt_ids = self.expand_images((), prompt_ids, self.sample.images.pictures)
         self.messages = [dict(message) for message in messages]
         if len(prompt_ids) > self.limits.prompt_tokens:
-            tools = f" with {len(schemas)} tools" if schemas else ""
+            tools_text = f" with {len(schemas)} tools" if schemas else ""
             limit = f"data.max_prompt_length={self.limits.prompt_tokens}"
-            self.failure = f"prompt_length: {len(prompt_ids)} tokens{tools}, over {limit}"
+            self.failure = f"prompt_length: {len(prompt_ids)} tokens{tools_text}, over {limit}"
             raise ConversationOver(self.failure)
         self.prompt_ids = prompt_ids
 

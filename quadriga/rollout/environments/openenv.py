@@ -196,8 +196,8 @@ class OpenEnvEnvironment(TextEnvironment):
             if time.monotonic() > deadline:
                 raise self._failure(
                     f"the error {_FULL}: {reply['data'].get('message')}",
-                    "Set env.max_concurrent_episodes to the number of its sessions, or start it "
-                    "with more of them (max_concurrent_envs).",
+                    "Set env.max_concurrent_episodes to the number of the server's sessions, or "
+                    "start the server with more of them (max_concurrent_envs).",
                 )
             time.sleep(_PAUSE_S)
             self.discard()

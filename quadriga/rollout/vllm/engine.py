@@ -560,13 +560,13 @@ class VLLMEngine(ThirdPartyEngine):
         if self.arguments["enforce_eager"]:
             compiled = "nothing is compiled"
             if self.setup.device.type == "cpu":
-                compiled += ", for that takes longer than it saves on a CPU"
+                compiled += ", because that takes longer than it saves on a CPU"
 
         parts = [f"vllm {self.library.version} {where}, {weights}", cache, compiled]
         if not self.can_sleep:
             parts.append("memory is kept while training")
         if self.setup.group is not None and not sees_peers(self.setup.group):
-            parts.append("all-reduce by NCCL, for each process sees its own GPU only")
+            parts.append("all-reduce by NCCL, because each process sees its own GPU only")
         parts += [f"without {part}" for part in self.missing_parts]
         return "; ".join(parts)
 
