@@ -257,7 +257,7 @@ class Balancer(RolloutEngine):
 
         Args:
             weights: names and tensors of the weights.
-            version: their version.
+            version: version of the weights.
 
         Raises:
             WeightSyncError: an engine found the weights wrong.

@@ -79,7 +79,7 @@ class CallQueue:
         self._finished: list[tuple[int, Outcome]] = []  # since the last exchange
 
     def exchange(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> QueueReply:
-        """Take new calls, and return those that have finished.
+        """Take new calls, and return the outcomes of calls that have finished.
 
         Args:
             calls: the new calls.
@@ -108,7 +108,7 @@ class CallQueue:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Context manager: answer calls inside. On exit, wait for those under way."""
+        """Context manager: answer calls inside. On exit, wait for calls under way."""
         self.accept()
         try:
             yield

@@ -101,7 +101,7 @@ class CausalModelEngine(RolloutEngine):
 
         Args:
             weights: names and tensors of the weights.
-            version: their version.
+            version: version of the weights.
 
         Raises:
             WeightSyncError: a weight is unknown, has another shape, or is missing.

@@ -251,8 +251,8 @@ class _TokenChooser(LogitsProcessor):
 
     Attributes:
         token_ids: tokens that were chosen for each row.
-        log_probs: their log-probabilities before filters.
-        sampling_log_probs: their log-probabilities after filters.
+        log_probs: log-probabilities of these tokens before filters.
+        sampling_log_probs: log-probabilities of these tokens after filters.
     """
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:

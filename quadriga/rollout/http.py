@@ -326,7 +326,7 @@ class HTTPEngine(RolloutEngine):
 
         Args:
             weights: names and tensors of the weights.
-            version: their version.
+            version: version of the weights.
 
         Raises:
             WeightSyncError: for any later version.
@@ -454,7 +454,7 @@ class HTTPEngine(RolloutEngine):
 
         Args:
             client: the server.
-            content: its reply.
+            content: reply of the server.
             sampling: how the response was sampled.
             chat_ids: token ids of a prompt that was sent as a chat, with one for each embedding of
                 an image. None: the prompt was sent as token ids.
@@ -670,7 +670,7 @@ class ServedScorer:
 
         Args:
             client: the server.
-            content: its reply.
+            content: reply of the server.
             tokens: token ids of the sequence.
 
         Returns:

@@ -455,7 +455,7 @@ class RolloutEngine(WeightTarget, ABC):
 
         Args:
             weights: names and tensors of the weights, read to the end, as weight sync expects.
-            version: their version.
+            version: version of the weights.
         """
         self.weight_version = -1
         self._arrived = fingerprint(weights)

@@ -142,7 +142,7 @@ class ScriptedEngine(RolloutEngine):
 
         Args:
             weights: names and tensors of the weights.
-            version: their version.
+            version: version of the weights.
         """
         self.note_arrival(weights, version)
 

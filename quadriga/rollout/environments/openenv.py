@@ -183,7 +183,7 @@ class OpenEnvEnvironment(TextEnvironment):
 
         Args:
             kind: type of the request, "reset" or "step".
-            data: its content.
+            data: content of the request.
 
         Raises:
             RolloutError: there is no free session in time, or no reply.
@@ -208,7 +208,7 @@ class OpenEnvEnvironment(TextEnvironment):
 
         Args:
             kind: type of the request, "reset" or "step".
-            data: its content.
+            data: content of the request.
 
         Returns:
             An object with the type "observation" or "error", and an object `data`.

@@ -76,7 +76,7 @@ class Response:
     """A response so far.
 
     Attributes:
-        expanded: see `VLLMRequest`.
+        expanded: token ids of a prompt with images, as the data expanded it; None for text.
         versions: for each version of the weights that drew tokens, a pair: the number of the first
             token that it drew, counted from 0, and the version. Empty: not recorded.
         is_void: whether newer weights were loaded before the response's first token, so that it is
