@@ -52,8 +52,8 @@ def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
 
     Args:
         makers: functions that make an engine each.
-        num_shares: number of engines that share this process's threads. Processes of an engine get
-            its share as `OMP_NUM_THREADS`. 0: as many as makers.
+        num_shares: number of engines that share this process's threads. The processes of an engine
+            get the engine's share as `OMP_NUM_THREADS`. 0: the number of makers.
 
     Returns:
         The engines, in order.
@@ -83,9 +83,9 @@ class Balancer(RolloutEngine):
     Args:
         engines: the engines.
         description: summary of the choices made at the start, for people to read.
-        makers: functions that make each engine again. A dead engine is restarted in the background,
-            and gets requests once it has loaded the next weights with the fingerprints of the other
-            engines. Without makers it stays dead.
+        makers: functions that make each engine again. A dead engine is restarted in the background.
+            It gets requests after the next load of weights, if it then has the same fingerprints as
+            the other engines. Without makers it stays dead.
 
     Attributes:
         engines: the engines by number.
@@ -119,7 +119,7 @@ class Balancer(RolloutEngine):
         self.weight_version = engines[0].weight_version
 
     def _title(self, number: int) -> str:
-        """The name of an engine in messages."""
+        """Name of an engine in messages."""
         return f"engine {number} of {len(self.engines)}"
 
     @property
@@ -131,8 +131,8 @@ class Balancer(RolloutEngine):
     def has_frozen_weights(self) -> bool:
         """Whether each engine that the next load reaches has the weights below an adapter.
 
-        The sender asks before each load. Restarted engines are therefore taken in here, so that the
-        load reaches them, too.
+        The sender asks this before each load. Reading it also takes in engines whose restart has
+        ended, so that the load reaches them, and requests new restarts of those that failed.
         """
         for number, restart in self._restarts.ended().items():
             error = restart.exception()
@@ -165,23 +165,24 @@ class Balancer(RolloutEngine):
         """
         self._require_ready([prompt], [sampling])
         # The length of the response is not known, so its limit counts.
-        tokens = len(prompt) + sampling.max_tokens
-        failed = {}
+        num_tokens = len(prompt) + sampling.max_tokens
+        failed = {}  # errors by the engines' numbers
         while usable := [number for number in self.alive if number not in failed]:
             number = min(usable, key=self.in_flight.__getitem__)
-            self.in_flight[number] += tokens
+            self.in_flight[number] += num_tokens
             try:
                 completion = await self.engines[number].generate(prompt, sampling, images)
             except Exception as error:  # raised below if no other engine can serve the request
                 failed[number] = error
             else:
-                # Others could not serve the request, but this engine can: they are at fault.
+                # This engine works, so after its next failure it is restarted without a pause.
                 self._restarts.reset_pause(number)
+                # It could serve the request, so those that could not are at fault.
                 self.counts["rollout/requests_moved"] += len(failed)
                 self._mark_dead(failed)
                 return completion
             finally:
-                self.in_flight[number] -= tokens
+                self.in_flight[number] -= num_tokens
         raise self._error_of_all(failed)
 
     def generate_batch(
@@ -198,13 +199,17 @@ class Balancer(RolloutEngine):
 
         Returns:
             The responses, in order.
+
+        Raises:
+            RolloutError: every engine failed, or all are dead.
         """
         self._require_ready(prompts, sampling)
         row_images = images or [None] * len(prompts)
 
-        rows: dict[int, list[int]] = {}  # by the engines' numbers
+        rows: dict[int, list[int]] = {}  # of the current round, by the engines' numbers
 
         def generate_rows(number: int) -> list[Completion]:
+            """Generate the responses of an engine's rows."""
             engine = self.engines[number]
             engine.count_ended = self.count_ended
             try:
@@ -214,20 +219,20 @@ class Balancer(RolloutEngine):
                     [row_images[row] for row in rows[number]],
                 )
             finally:
-                # Later responses are not of this batch.
+                # Responses that end later are not of this batch.
                 engine.count_ended = None
 
-        responses = {}
-        failed = {}
+        responses = {}  # by row
+        failed = {}  # errors by the engines' numbers
         num_moved = 0
-        # Rows of an engine that fails are shared among the remaining ones.
+        # Rows of an engine that fails are shared among the remaining ones in the next round.
         while len(responses) < len(prompts):
             usable = [number for number in self.alive if number not in failed]
             if not usable:
                 raise self._error_of_all(failed)
             unserved_rows = [row for row in range(len(prompts)) if row not in responses]
             shares = _divide_rows(prompts, sampling, unserved_rows, len(usable))
-            # An engine may get no rows.
+            # An engine without rows takes no part in the round.
             rows = {number: share for number, share in zip(usable, shares, strict=True) if share}
             results, errors = self._run_concurrently(rows, generate_rows)
             for number, completions in results.items():
@@ -240,18 +245,19 @@ class Balancer(RolloutEngine):
         return [responses[row] for row in range(len(prompts))]
 
     def abort(self) -> None:
-        """End all unfinished responses, in all engines that get requests."""
+        """End all unfinished responses of all engines that get requests."""
         if self.alive:
             self._call_alive(lambda engine: engine.abort())
 
     def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load weights into all engines, which read the stream in lockstep; see `SharedStream`.
 
-        An engine that fails is marked dead, unless all fail or the weights are at fault.
+        Restarted engines get requests again if they have loaded the same weights as the others. An
+        engine that fails is marked dead, unless all fail or the weights are at fault.
 
         Args:
             weights: names and tensors of the weights.
-            version: their version.
+            version: version of the weights.
 
         Raises:
             WeightSyncError: an engine found the weights wrong.
@@ -274,7 +280,8 @@ class Balancer(RolloutEngine):
         numbers = [*alive, *restarted]
         results, failed = self._run_concurrently(numbers, load, meanwhile=stream.lend)
         for number, error in failed.items():
-            # A WeightSyncError with another error as its cause is about the engine itself.
+            # A WeightSyncError without a cause says that the weights are wrong, for all engines.
+            # One with another error as its cause is about this engine.
             if number in alive and isinstance(error, WeightSyncError) and error.__cause__ is None:
                 raise error
         # A restarted engine is compared with the others, so at least one of them is needed.
@@ -292,16 +299,17 @@ class Balancer(RolloutEngine):
         Args:
             numbers: numbers of the engines, which have loaded the weights.
         """
-        # All engines that were not restarted have the same weights.
+        # Any engine that was not restarted will do, because all of them have the same weights.
         expected = self.engines[self.alive[0]].fingerprint()
         for number in numbers:
             self._restarted.discard(number)
             reason = self.dead.pop(number)
-            names = expected.differences(self.engines[number].fingerprint())
-            if names:
+            differing_names = expected.differences(self.engines[number].fingerprint())
+            if differing_names:
+                some_names = name_some(differing_names)
                 error = WeightSyncError(
                     f"{self._title(number)}, made again",
-                    got=f"other weights in {len(names)} tensors: {name_some(names)}",
+                    got=f"other weights in {len(differing_names)} tensors: {some_names}",
                     expected="those of the others",
                 )
                 self._mark_dead({number: error})
@@ -310,13 +318,13 @@ class Balancer(RolloutEngine):
             logger.warning("%s is made again, after: %s", self._title(number), reason)
 
     def _restart_engine(self, number: int) -> RolloutEngine:
-        """Make an engine in the place of a dead one, after freeing its memory and processes."""
+        """Make an engine in the place of a dead one, whose memory and processes are freed first."""
         self._close_dead(number)
         [engine] = start_engines([self._makers[number]], len(self.engines))
         return engine
 
     def named_weights(self) -> NamedWeights:
-        """The weights of the first engine that gets requests."""
+        """Weights of the first engine that gets requests; of engine 0 if all are dead."""
         first = self.alive[0] if self.alive else 0
         return self.engines[first].named_weights()
 
@@ -357,8 +365,8 @@ class Balancer(RolloutEngine):
         """
         super().close()
         restarts = self._restarts.stop()
-        # The stack calls all of them, also after an error, from the last to the first: dead engines,
-        # which may take long, are closed last.
+        # The stack calls all functions, even after an error, from the last to the first. Dead
+        # engines, which may take long to close, come last.
         with ExitStack() as stack:
             for number in self.dead.keys() - self._restarted:
                 stack.callback(self._close_dead, number)
@@ -369,7 +377,7 @@ class Balancer(RolloutEngine):
                     stack.callback(restart.result().close)
 
     def _close_dead(self, number: int) -> None:
-        """Close a dead engine, which may fail: only a warning is logged then."""
+        """Close a dead engine. If this fails, only a warning is logged."""
         try:
             self.engines[number].close()
         except Exception as error:  # a dead engine may fail in any way
@@ -383,7 +391,8 @@ class Balancer(RolloutEngine):
             failed: errors by the engines' numbers.
         """
         for number, error in failed.items():
-            # Another request that failed at the same time may have marked it already.
+            # Another request that failed at the same time may have marked the engine already. A
+            # restarted engine counts as dead until it has weights, and may now have died again.
             if number in self.dead and number not in self._restarted:
                 continue
             self.dead[number] = error
@@ -400,6 +409,10 @@ class Balancer(RolloutEngine):
 
         Args:
             failed: errors by the engines' numbers; empty if all engines were dead before.
+
+        Returns:
+            The first engine's error if it is one of ours, else a RolloutError about it. If all
+            engines were dead before, a RolloutError with the reasons.
         """
         if failed:
             number, error = next(iter(failed.items()))
@@ -451,10 +464,11 @@ class Balancer(RolloutEngine):
         Args:
             numbers: numbers of the engines.
             work: called with the number of each engine.
-            meanwhile: called in this thread while they work.
+            meanwhile: called in this thread while the engines work.
 
         Returns:
-            Results and errors by the engines' numbers.
+            The results of the engines that succeeded, and the errors of the others, by the engines'
+            numbers.
         """
         results = {}
         failed = {}
@@ -464,7 +478,7 @@ class Balancer(RolloutEngine):
                 meanwhile()
                 wait(futures.values())
             except KeyboardInterrupt:
-                # Leaving the pool waits for its threads, so abort their responses.
+                # The end of the pool waits for its threads, so their responses are aborted.
                 self.abort()
                 raise
             for number, future in futures.items():
@@ -502,7 +516,7 @@ def _divide_rows(
     def num_tokens(piece: list[int]) -> int:
         return sum(row_tokens[row] for row in piece)
 
-    # A group that is more than an engine's share is divided row by row.
+    # A group with more tokens than an engine's fair share is divided row by row.
     pieces: list[list[int]] = []
     for group in groups.values():
         if num_tokens(group) <= fair_tokens:
@@ -536,7 +550,7 @@ class SharedStream(Generic[T]):
         self._changed = Condition()
         self._num_reading = num_readers
         self._num_waiting = 0
-        # Gets the item that readers wait for, None after the last one, or the error of the source.
+        # Future of the item that readers wait for. Its result is None after the last item.
         self._next: Future[T | None] = Future()
 
     def lend(self) -> None:
@@ -563,18 +577,18 @@ class SharedStream(Generic[T]):
                     self._num_waiting = 0
                     current.set_result(item)
         except BaseException as error:
-            # Without it the readers, in other threads, would wait forever.
+            # Readers in other threads would otherwise wait forever.
             self._next.set_exception(error)
             raise
 
     def leave(self) -> None:
-        """End the part of a reader, which calls this when it needs no more items."""
+        """Stop waiting for the calling reader, which needs no more items."""
         with self._changed:
             self._num_reading -= 1
             self._changed.notify_all()
 
     def read(self) -> Iterator[T]:
-        """Read the items. Each comes when all readers are done with the one before."""
+        """Yield the items, each once all readers are done with the item before it."""
         while True:
             with self._changed:
                 current = self._next

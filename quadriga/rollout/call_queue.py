@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a server, which an engine answers beside the batches of its own process.
+"""Queue of requests from `serve`, which an engine answers beside the batches of its own process.
 
     server     exchange([call 7, call 8]) ──> while open: engine.generate
                <── call 5: its completion ─── finished
@@ -27,21 +27,23 @@ from quadriga.background import EventLoopThread
 from quadriga.errors import EngineLostError, QuadrigaError, RolloutError
 from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
 
-WAIT_S = 0.02
-CLOSED_S = 0.1
+WAIT_S = 0.02  # how long `exchange` waits for a call to finish
+CLOSED_S = 0.1  # how long `exchange` waits for an idle queue to open
 
 
 class ServedCall(NamedTuple):
-    """A request of a server, by a number that the server gives it."""
+    """A request that a server has received."""
 
-    number: int
-    prompt: list[int]
+    number: int  # number by which the server knows the request
+    prompt: list[int]  # token ids
     sampling: SamplingParams
-    images: Images | None = None
+    images: Images | None = None  # images of the prompt
 
 
 Outcome: TypeAlias = Completion | QuadrigaError | None
-"""Completion of a call, the error that prevented it, or None: it was not taken."""
+"""Completion of a call, the error that prevented it, or None if the queue was closed.
+
+The server queues a call with the outcome None again."""
 
 
 class QueueReply(NamedTuple):
@@ -69,15 +71,15 @@ class CallQueue:
         self._retry_lock = asyncio.Lock()
         # Calls that the engine computes; only the thread of the queue counts them.
         self._num_computing = 0
-        # Guards everything below.
+        self._num_threads = torch.get_num_threads()
+        # Guards everything below. Calls are told apart by their numbers.
         self._changed = Condition()
         self._is_open = False
         self._running: dict[int, Future[Completion | None]] = {}
-        self._finished: list[tuple[int, Outcome]] = []
-        self._num_threads = torch.get_num_threads()
+        self._finished: list[tuple[int, Outcome]] = []  # since the last exchange
 
     def exchange(self, calls: Sequence[ServedCall], cancelled: Collection[int]) -> QueueReply:
-        """Take new calls, and return those that have finished.
+        """Take new calls, and return the outcomes of calls that have finished.
 
         Args:
             calls: the new calls.
@@ -88,13 +90,14 @@ class CallQueue:
             self._running |= futures
             running = self._running
             cancelled_futures = [running.pop(number) for number in cancelled if number in running]
-        # Without the lock, which a callback takes: it runs here if its future is done already.
+        # Not under the lock, because `_finish` takes it. If a future is done already, or when it is
+        # cancelled, its callback runs in this thread.
         for number, future in futures.items():
             future.add_done_callback(lambda done, number=number: self._finish(number, done))
         for future in cancelled_futures:
             future.cancel()
         with self._changed:
-            # A closed and idle queue has nothing to report until it opens.
+            # A closed and idle queue has nothing to report until it opens, so it waits longer.
             if self._running or self._finished or self._is_open:
                 self._changed.wait_for(lambda: self._finished or not self._running, WAIT_S)
             else:
@@ -105,7 +108,7 @@ class CallQueue:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Context manager: answer calls inside. On exit, wait for those that are computed."""
+        """Context manager: answer calls inside. On exit, wait for calls under way."""
         self.accept()
         try:
             yield
@@ -126,7 +129,7 @@ class CallQueue:
         for future in futures:
             future.cancel()
         if futures:
-            # A batch that blocks the thread ends at its next token.
+            # The thread may be inside a batch, which the engine ends at its next token.
             self._engine.abort()
         self._thread.close()
 
@@ -141,8 +144,8 @@ class CallQueue:
         """Generate the response of a call; None if the queue is closed. Runs in the thread."""
         if not self._is_open:
             return None
-        # An engine that blocks computes in this thread. torch's number of threads is a setting of
-        # each thread.
+        # An engine that blocks computes in this thread. Each thread has its own setting of torch's
+        # number of threads.
         torch.set_num_threads(self._num_threads)
         self._num_computing += 1
         try:
@@ -151,8 +154,8 @@ class CallQueue:
             except EngineLostError:
                 raise
             except Exception:
-                # A batch fails as a whole, so the fault may be another call's. Each call of the
-                # batch is repeated by itself.
+                # A batch fails as a whole, so another call may be at fault. Under the lock, each
+                # call of the batch runs once more by itself; the one at fault fails again.
                 async with self._retry_lock:
                     return await self._engine.generate(call.prompt, call.sampling, call.images)
         finally:
@@ -163,7 +166,7 @@ class CallQueue:
 
         Args:
             number: number of the call.
-            done: its future.
+            done: future of the call, which is done.
         """
         with self._changed:
             if self._running.pop(number, None) is None or done.cancelled():

@@ -26,8 +26,9 @@ class CausalModelEngine(RolloutEngine):
         max_num_seqs: most responses that are generated at the same time.
         max_model_len: tokens of the longest prompt and response together; None: as many as the
             model has positions.
-        frees_weights: whether a sleep frees the model's parameters, so that a load must bring them
-            before the next generation. Ignored while `shares_weights`.
+        frees_weights: whether a sleep frees the memory of the model's parameters, so that a load
+            must bring them before the next generation. Ignored if the engine `shares_weights`, that
+            is, computes with the actor's own parameters.
     """
 
     takes_images = True
@@ -67,7 +68,8 @@ class CausalModelEngine(RolloutEngine):
             "eos_token_ids": stop_token_ids(model, setup.tokenizer.eos_token_id),
             "max_num_seqs": setup.rollout.max_num_seqs,
             "max_model_len": setup.rollout.max_model_len,
-            # A copy of the weights takes memory that training needs.
+            # Without the actor's module, the engine has a copy of the weights. On an accelerator,
+            # training needs the memory of this copy.
             "frees_weights": setup.actor is None and setup.device.type != "cpu",
         }
 
@@ -82,7 +84,8 @@ class CausalModelEngine(RolloutEngine):
             return
         for parameter in self.model.parameters():
             storage = parameter.untyped_storage()
-            # Before the first shards arrive, those of a rollout group are on "meta".
+            # On a rank of a rollout group, parameters are on "meta" until the first shards arrive.
+            # A storage that several parameters share is empty after the first of them.
             if parameter.device.type != "meta" and storage.nbytes():
                 self._freed.append((storage, storage.nbytes()))
                 storage.resize_(0)
@@ -98,7 +101,7 @@ class CausalModelEngine(RolloutEngine):
 
         Args:
             weights: names and tensors of the weights.
-            version: their version.
+            version: version of the weights.
 
         Raises:
             WeightSyncError: a weight is unknown, has another shape, or is missing.
@@ -113,13 +116,13 @@ class CausalModelEngine(RolloutEngine):
         self.weight_version = version
 
     def named_weights(self) -> NamedWeights:
-        """Parameters, under all of their names (a tied head has two), and untrained weights."""
+        """Parameters, and buffers that count as weights. A tied weight comes under each name."""
         parameters = self.model.named_parameters(remove_duplicate=False)
         buffers = weight_buffers(self.model).items()
         return [(name, tensor.detach()) for name, tensor in (*parameters, *buffers)]
 
     def fingerprint(self) -> Fingerprint:
-        # Memory that a sleep has freed must not be read.
+        # In a sleep that has freed the parameters, their memory must not be read.
         return fingerprint(() if self.has_dropped_weights else self.named_weights())
 
     def _require_room(self, prompts: Prompts, sampling: Sampling) -> None:
@@ -130,7 +133,7 @@ class CausalModelEngine(RolloutEngine):
             sampling: how each response is sampled.
 
         Raises:
-            RolloutError: names the prompt and the limit.
+            RolloutError: a prompt and its response may be too long for a limit.
         """
         config = self.model.config.get_text_config()
         num_positions = getattr(config, "max_position_embeddings", None)
@@ -140,7 +143,7 @@ class CausalModelEngine(RolloutEngine):
         if num_positions is not None:
             limits.append((num_positions, "the model's max_position_embeddings"))
         if limits:
-            # The lower limit applies. Its source says how to raise it.
+            # The lower limit applies. The error names where it comes from.
             limit, source = min(limits)
             self._require_length(prompts, sampling, limit, source)
 
@@ -155,5 +158,5 @@ def cache_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     text = config.get_text_config()
     num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    # Keys and values.
+    # 2: keys and values.
     return 2 * text.num_hidden_layers * num_heads * head_size * dtype.itemsize

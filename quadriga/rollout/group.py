@@ -25,7 +25,7 @@ from quadriga.partition import part_of
 class RolloutGroup:
     """The ranks that hold one engine, seen from one of them.
 
-    Every rank of torch's default group has to make its object at the same time, because making it
+    All ranks of torch's default group have to make their objects at the same time, because this
     forms the process groups of all rollout groups.
 
     Args:
@@ -38,7 +38,7 @@ class RolloutGroup:
         number: number of the rollout group.
         rank: rank in the rollout group; 0 is the leader.
         size: number of ranks of the rollout group.
-        ranks: their ranks in the default group.
+        ranks: ranks of the rollout group's members in the default group.
         device: device of the tensors that are sent.
         tensors: torch's process group for tensors.
         messages: torch's process group for messages, on gloo.
@@ -66,7 +66,7 @@ class RolloutGroup:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether CUDA graphs may contain sums over the ranks, as those of NCCL, and not of gloo."""
+        """Whether CUDA graphs may contain sums over the ranks. NCCL allows this, gloo does not."""
         return dist.get_backend(self.tensors) == "nccl"
 
     def broadcast(self, message: Any) -> None:
@@ -82,15 +82,18 @@ class RolloutGroup:
         with detect_lost_peer(f"{self}, in a message to its members"):
             dist.broadcast(torch.tensor([len(content)]), self.ranks[0], self.messages)
             if content:
-                numbers = torch.frombuffer(content, dtype=torch.uint8)
-                dist.broadcast(numbers, self.ranks[0], self.messages)
+                content_tensor = torch.frombuffer(content, dtype=torch.uint8)
+                dist.broadcast(content_tensor, self.ranks[0], self.messages)
 
     def receive(self, *, is_idle: bool = False) -> Any:
         """Receive the leader's next message.
 
         Args:
-            is_idle: whether this rank has no requests. The wait may then be long, as while
-                conversations wait for tools, so it is reported.
+            is_idle: whether this rank has no unfinished requests. The wait may then be long, as
+                when conversations wait for tools, so it is reported.
+
+        Returns:
+            The object that the leader has sent.
         """
         length = torch.empty(1, dtype=torch.int64)
         wait = waiting(f"{self} for its leader") if is_idle else nullcontext()
@@ -113,13 +116,14 @@ class RolloutGroup:
         """Gather the columns of all ranks on all ranks, side by side.
 
         Args:
-            part: [B, V'], this rank's columns, as `part_of` divides them.
+            part: [B, V'], this rank's columns, as `part_of` divides V columns among the ranks.
             total: V, number of columns of all ranks together.
 
         Returns:
             [B, V].
         """
-        # all_gather needs equal shapes, so all ranks pad to the width of rank 0, the largest.
+        # all_gather needs equal shapes, so all ranks pad to the width of rank 0, the largest. Only
+        # the last ranks have padding, so it ends up on the right and is cut off.
         _, width = part_of(total, self.size, 0)
         padding = (0, width - part.shape[1])
         padded = torch.nn.functional.pad(part, padding).contiguous()
@@ -152,5 +156,5 @@ def require_same_tokens(
             f"{engine}, {group}",
             got="other tokens than the leader's",
             expected="the same on all ranks",
-            fix="The ranks compute with other weights, or on other devices.",
+            fix="Give the ranks equal devices, and publish the weights again.",
         )

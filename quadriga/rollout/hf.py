@@ -31,8 +31,7 @@ from quadriga.rollout.interface import (
 from quadriga.rollout.sampler import Draws, SamplingRules, StopStrings, require_tokenizer, sample
 from quadriga.rollout.setup import EngineSetup
 
-# Id that no token has.
-_NO_TOKEN = -1
+_NO_TOKEN = -1  # id that no token has
 
 
 class HFEngine(CausalModelEngine):
@@ -99,8 +98,8 @@ class HFEngine(CausalModelEngine):
         require_tokenizer(self.name, sampling, self.tokenizer)
         self._is_aborting = False
 
-        # One call of `generate` has one limit, one set of stop tokens, and for some models one kind
-        # of media.
+        # One call of `generate` has one `max_tokens` and one set of stop tokens, and for models
+        # with one token for images and videos (`ONE_TOKEN`) one kind of media.
         groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for row, params in enumerate(sampling):
             media = self._media_of(row, row_images[row]) if model_type in ONE_TOKEN else ()
@@ -123,14 +122,14 @@ class HFEngine(CausalModelEngine):
     def _media_of(self, row: int, images: Images | None) -> tuple[str, ...]:
         """Kind of media in a prompt, for a model with the same token for images and videos.
 
-        In a batch with both kinds, transformers could not tell their tokens apart.
+        In a batch with both kinds, transformers could not tell which tokens are of which kind.
 
         Args:
             row: number of the prompt, for errors.
             images: images and videos of the prompt.
 
         Returns:
-            Name of the model's input for the pixels, or nothing for a prompt of text.
+            A tuple with the name of the model's input for the pixels; empty for a prompt of text.
 
         Raises:
             RolloutError: the prompt itself has both kinds.
@@ -145,7 +144,7 @@ class HFEngine(CausalModelEngine):
                 got="images and videos in one prompt",
                 expected=f"only images or only videos: transformers cannot tell their tokens"
                 f" apart in {model_type}",
-                fix="Take native, or leave one of them out.",
+                fix="Set actor_rollout_ref.rollout.name=native, or leave one of them out.",
             )
         return media
 
@@ -176,7 +175,8 @@ class HFEngine(CausalModelEngine):
         config = GenerationConfig(
             max_new_tokens=max_tokens,
             do_sample=False,
-            eos_token_id=sorted(stop_tokens) or [_NO_TOKEN],  # None would mean the model's own
+            # Without stop tokens, [] or None would mean the model's own end-of-text tokens.
+            eos_token_id=sorted(stop_tokens) or [_NO_TOKEN],
             pad_token_id=0,
         )
         self.model.generate(
@@ -190,10 +190,10 @@ class HFEngine(CausalModelEngine):
 
         completions = []
         for row, tokens in enumerate(chooser.token_ids):
-            # Only `abort` ends a row before its limit and without a stop.
+            # A row that is shorter than `max_tokens`, and has no stop below, was ended by `abort`.
             reason: FinishReason = "length" if len(tokens) == max_tokens else "abort"
             length = len(tokens)
-            # `generate` goes on until every row has ended, so cut the row at its first end.
+            # `generate` goes on until every row has ended, so the row is cut at its first stop.
             for end in range(1, len(tokens) + 1):
                 if tokens[end - 1] in stop_tokens or strings[row].is_reached(tokens[:end]):
                     reason = "stop"
@@ -225,7 +225,7 @@ def _image_arguments(
     with_images = [row_images for row_images in images if row_images is not None]
     if not with_images:
         return {}
-    # transformers takes the position in the row, then those along time, height and width.
+    # The first axis has the positions as in a text, the others those along time, height and width.
     positions = torch.zeros(4, len(prompts), width, dtype=torch.int64)
     for row, (prompt, row_images) in enumerate(zip(prompts, images, strict=True)):
         text_positions = torch.arange(len(prompt))
@@ -247,7 +247,13 @@ def _image_arguments(
 
 
 class _TokenChooser(LogitsProcessor):
-    """Chooses tokens by our sampler, and leaves `generate` no other choice."""
+    """Chooses tokens by our sampler, and changes the logits so that `generate` takes these tokens.
+
+    Attributes:
+        token_ids: tokens that were chosen for each row.
+        log_probs: log-probabilities of these tokens before filters.
+        sampling_log_probs: log-probabilities of these tokens after filters.
+    """
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self.rules = SamplingRules.from_params(sampling, device)
@@ -288,7 +294,13 @@ class _StopOrAbort(StoppingCriteria):
     strings: Sequence[StopStrings]  # of each row
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
-        """[B] bool, whether each row has ended."""
+        """Say whether each row has ended, [B] bool.
+
+        Args:
+            input_ids: [B, tokens], of which only the device is used.
+            scores: not used.
+            options: not used.
+        """
         rows = zip(self.chooser.token_ids, self.strings, strict=True)
         is_aborting = self.engine._is_aborting
         has_ended = [is_aborting or strings.is_reached(tokens) for tokens, strings in rows]

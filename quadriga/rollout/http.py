@@ -67,7 +67,7 @@ _TEMPLATE = (
 _OPTIONS = ("logprobs_mode", "timeout_s", "num_tries", "headers")
 _SCORER_OPTIONS = ("model", "headers", "timeout_s", "num_tries", "max_num_seqs")
 
-# Time limit of a request about the server itself.
+# Time limit of a request of `Servers.ask_all`.
 _ASK_ALL_TIMEOUT_S = 30.0
 # Number of tokens, spread evenly over the vocabulary, by which tokenizers are compared.
 _NUM_COMPARED_TOKENS = 1000
@@ -75,11 +75,11 @@ Read = TypeVar("Read")
 
 
 class Servers:
-    """Servers of one model. Any of them may serve a request.
+    """Servers of one model, any of which may serve a request.
 
     Args:
         urls: addresses of the servers, without `/v1`.
-        setting: configuration key that holds them.
+        setting: configuration key with the addresses, for errors.
         where: purpose of the servers, for errors.
         fix: advice in the error for a request that a server refuses.
         headers: headers of every request.
@@ -147,7 +147,7 @@ class Servers:
                     client.where,
                     got=f"no reply to /{path} ({error})",
                     expected="a running server with vLLM's API",
-                    fix=f"Check {self.setting}.",
+                    fix=f"Check the addresses in {self.setting}, and whether the servers run.",
                 ) from error
         return replies
 
@@ -170,19 +170,19 @@ class Servers:
             The result of `read`.
 
         Raises:
-            RolloutError: no server replied.
+            RolloutError: no server replied, or one refused the request.
         """
-        failures = []
-        untried = []
+        failures = []  # in the order of the tries
+        untried = []  # servers that the round has still to try
         async with self._slots:
             while len(failures) < self.num_tries * len(self.clients):
-                # A round tries each server once, the least busy one first.
+                # Each round tries each server once, the least busy one first.
                 untried = untried or list(self.clients)
                 client = min(untried, key=self._num_in_flight.__getitem__)
                 untried.remove(client)
                 self._num_in_flight[client] += 1
-                # A refusal is not caught: the other servers would refuse the request, too.
                 try:
+                    # A refusal is not caught below: other servers would refuse the request, too.
                     return read(client, await client.call_async(path, body))
                 except ServerLostError as error:
                     failures.append(f"{client.url}: {error}")
@@ -193,7 +193,7 @@ class Servers:
             # The rounds often fail with the same error.
             got="no answer; " + "; ".join(dict.fromkeys(failures)),
             expected="a server that answers",
-            fix=f"Check whether they run: {self.setting}.",
+            fix=f"Check whether the servers of {self.setting} run.",
         )
 
 
@@ -202,14 +202,14 @@ class HTTPEngine(RolloutEngine):
 
     Args:
         urls: addresses of the servers, without `/v1`.
-        model: name under which they serve the model.
+        model: name under which the servers serve the model.
         eos_token_ids: end-of-text tokens of the model.
-        logprobs_mode: distribution of the log-probabilities that they report.
+        logprobs_mode: distribution of the log-probabilities that the servers report.
         options: other arguments of `Servers`.
 
     Attributes:
-        tokenizer: decodes the text of prompts with images.
-        image_token_id: the model's token of images.
+        tokenizer: decodes the text of prompts with images. `from_config` sets it.
+        image_token_id: the model's token of images; None: prompts cannot have images.
     """
 
     name = "http"
@@ -229,14 +229,14 @@ class HTTPEngine(RolloutEngine):
         self.image_token_id: int | None = None
         fix = (
             "Compare max_prompt_length, max_response_length and engine_kwargs.model"
-            " with what it serves."
+            " with what the server serves."
         )
         self.servers = Servers(urls, setting=f"{_KWARGS}.urls", where=_WHERE, fix=fix, **options)
         self.model = model
         self.eos_token_ids = tuple(eos_token_ids)
         self.logprobs_mode = logprobs_mode
         self.description = f"http, {model} at {', '.join(urls)}, with weights taken on trust"
-        # Tasks in the thread's loop, and those of them that `abort` cancelled.
+        # Tasks of requests in the thread's loop, and those of them that `abort` has cancelled.
         self._running: set[asyncio.Task[Any]] = set()
         self._aborted: set[asyncio.Task[Any]] = set()
         self._thread = EventLoopThread("http")
@@ -311,10 +311,10 @@ class HTTPEngine(RolloutEngine):
         return [self._thread.submit(self._generate_on_server(*row)) for row in rows]
 
     def abort(self) -> None:
-        """End unfinished responses, without tokens: these stay with the server."""
+        """End unfinished responses. They are empty: a server sends tokens only at the end."""
 
         async def cancel_all() -> None:
-            # Tells a request that `abort` ends from one that its caller cancels.
+            # A request in `_aborted` returns an empty response; others were cancelled by callers.
             self._aborted |= self._running
             for task in self._running:
                 task.cancel()
@@ -326,13 +326,14 @@ class HTTPEngine(RolloutEngine):
 
         Args:
             weights: names and tensors of the weights.
-            version: their version.
+            version: version of the weights.
 
         Raises:
             WeightSyncError: for any later version.
         """
         self._require_open("load_weights")
-        # Read to the end also if the version is refused: the sender may wait for that.
+        # The weights are read to the end even if their version is refused, because the sender may
+        # wait for that.
         self.note_arrival(weights, version)
         if version:
             self.weight_version = -1
@@ -372,9 +373,9 @@ class HTTPEngine(RolloutEngine):
             "stop": list(sampling.stop) or None,
             "include_stop_str_in_output": True,
             "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
-            # `stop_token_ids` includes the model's end-of-text tokens, unless they are ignored.
+            # The server's own rule is off: `stop_token_ids` has the end-of-text tokens that count.
             "ignore_eos": True,
-            # The response is all tokens that were drawn, as with other engines.
+            # Special tokens stay, so that the response has all tokens that were drawn.
             "skip_special_tokens": False,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -405,9 +406,11 @@ class HTTPEngine(RolloutEngine):
         """Fields of a chat request for a prompt with images.
 
         The chat is one message, whose parts are the texts and images of the prompt in their order.
-        The chat template that is sent with it writes the parts without anything else.
+        The request brings a chat template that writes nothing but the parts, so that the server
+        should get the tokens of the prompt. `_completion` checks this.
         """
         tokenizer = self.tokenizer
+        # Otherwise `takes_images` is false, and `_require_ready` has refused the images.
         assert tokenizer is not None and self.image_token_id is not None, "images are refused"
 
         def decode(token_ids: Sequence[int]) -> str:
@@ -416,7 +419,7 @@ class HTTPEngine(RolloutEngine):
             )
             return str(text)
 
-        # Token ids of the text before the first image, and of that behind each image.
+        # Token ids of the text before the first image, then of the text behind each image.
         texts: list[list[int]] = [[]]
         for token in images.short_prompt:
             if token == self.image_token_id:
@@ -430,7 +433,7 @@ class HTTPEngine(RolloutEngine):
                 parts.append({"type": "image_url", "image_url": {"url": next(urls)}})
             if token_ids:
                 parts.append({"type": "text", "text": decode(token_ids)})
-        # As a string of Jinja, which is quoted like one of JSON.
+        # The text of the token as a string literal of Jinja, which is quoted as in JSON.
         image_token = json.dumps(decode([self.image_token_id]))
         return {
             "messages": [{"role": "user", "content": parts}],
@@ -451,7 +454,7 @@ class HTTPEngine(RolloutEngine):
 
         Args:
             client: the server.
-            content: its reply.
+            content: reply of the server.
             sampling: how the response was sampled.
             chat_ids: token ids of a prompt that was sent as a chat, with one for each embedding of
                 an image. None: the prompt was sent as token ids.
@@ -466,7 +469,7 @@ class HTTPEngine(RolloutEngine):
             tokens = fields.get("tokens") or []
             log_probs = fields.get("token_logprobs") or []
         else:
-            # Training would see another prompt than the one that was answered.
+            # With other tokens, training would see another prompt than the server has answered.
             server_ids = content.get("prompt_token_ids")
             if server_ids != chat_ids:
                 got = "no `prompt_token_ids`"
@@ -475,18 +478,18 @@ class HTTPEngine(RolloutEngine):
                 raise RolloutError(
                     client.where,
                     got,
-                    expected=f"the {len(chat_ids)} of the data",
+                    expected=f"the {len(chat_ids)} tokens of the data",
                     fix="Use vLLM's server with the model's own tokenizer and the sizes of"
                     " data.mm_processor_kwargs.",
                 )
-            # A chat has a list of entries, one per token, in place of a list for each field.
+            # The reply to a chat has an entry for each token, in place of a list for each field.
             entries = fields.get("content") or []
             tokens = [entry["token"] for entry in entries]
             log_probs = [entry["logprob"] for entry in entries]
         token_ids = choice.get("token_ids")
-        # Some servers report the ids in the place of the tokens' texts.
-        has_ids = tokens and all(str(token).startswith(_ID_PREFIX) for token in tokens)
-        if token_ids is None and has_ids:
+        # Some servers report ids only in the place of the tokens' texts, as "token_id:42".
+        are_ids = tokens and all(str(token).startswith(_ID_PREFIX) for token in tokens)
+        if token_ids is None and are_ids:
             token_ids = [int(token.removeprefix(_ID_PREFIX)) for token in tokens]
 
         reason = FINISH_REASONS.get(choice.get("finish_reason"))
@@ -516,14 +519,15 @@ class ServedScorer:
 
     Args:
         addresses: addresses of the servers, separated by commas.
-        setting: the configuration's section that names them.
-        options: `model` (default: the first that they serve), `headers`, `timeout_s`, `num_tries`,
-            `max_num_seqs`.
-        top_k: number of likeliest tokens to report as well; None: none.
+        setting: section of the configuration whose `path` has the addresses, for errors.
+        options: `model` (default: the first one that the first server names), and `headers`,
+            `timeout_s`, `num_tries`, `max_num_seqs` of `Servers`.
+        top_k: number of the likeliest tokens at each place to score as well; None: none.
 
     Attributes:
-        model: the name under which they serve the model.
-        max_tokens: longest sequence, one generated token included; None: they do not report it.
+        model: name under which the servers serve the model.
+        max_tokens: longest sequence that every server takes, in tokens, including the one token
+            that it generates; None: no server reports it.
 
     Raises:
         ConfigError: an option is unknown, or a server does not report its models.
@@ -540,6 +544,7 @@ class ServedScorer:
                 expected=f"some of {', '.join(_SCORER_OPTIONS)}",
                 fix="Leave it out.",
             )
+        # Advice for a request that a server refuses.
         fix = "Serve it with room for prompt, response and one token more (--max-model-len)"
         fix += f", and --max-logprobs {top_k} or more." if top_k else "."
         urls = [url.strip() for url in addresses.split(",") if url.strip()]
@@ -549,10 +554,10 @@ class ServedScorer:
         self.servers = Servers(
             urls, setting=f"{setting}.path", where=setting, fix=fix, **server_options
         )
-        # The models of each server.
+        # For each server, the entries of the models that it serves.
         server_models = [reply.get("data") or [{}] for reply in self.servers.ask_all("v1/models")]
         self.model = model or server_models[0][0].get("id")
-        # Client and longest sequence of each server that reports one.
+        # Server and longest sequence, for each server that reports one.
         limits: list[tuple[HTTPClient, int]] = []
         for client, models in zip(self.servers.clients, server_models, strict=True):
             for served in models:
@@ -575,17 +580,18 @@ class ServedScorer:
             max_tokens: longest sequence; a server generates one token more.
 
         Raises:
-            ConfigError: names the server, of several without room the one with the least.
+            ConfigError: a server has another tokenizer, or too little room. Of several with too
+                little room, the error names the server with the least.
         """
         if self.max_tokens is not None and self.max_tokens <= max_tokens:
             raise ConfigError(
                 self._least_room.where,
                 got=f"room for {self.max_tokens} tokens (max_model_len)",
                 expected=f"at least {max_tokens + 1}",
-                fix="Serve it with more.",
+                fix=f"Serve the model with --max-model-len {max_tokens + 1} or more.",
             )
-        # A server does not report its vocabulary, so it tokenizes a text made of tokens of the
-        # policy's vocabulary.
+        # A server does not report its vocabulary. So each one tokenizes a text of many tokens of
+        # the policy's vocabulary, and the results are compared.
         count = _NUM_COMPARED_TOKENS
         text = tokenizer.decode([len(tokenizer) * number // count for number in range(count)])
         expected_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -597,7 +603,7 @@ class ServedScorer:
                     client.where,
                     got="a tokenizer that reads text into other tokens",
                     expected="the tokens of the policy's tokenizer",
-                    fix="Choose a model with its vocabulary.",
+                    fix="Serve a model with the vocabulary of the policy.",
                 )
 
     def scores(self, data: DataProto) -> dict[str, torch.Tensor]:
@@ -607,8 +613,9 @@ class ServedScorer:
             data: batch `input_ids`, `attention_mask` [B, P + T], `response_mask` [B, T].
 
         Returns:
-            `log_probs` [B, T], and with `top_k` `top_log_probs` and `top_ids` [B, T, k]; all are
-            zero where the response mask is.
+            `log_probs` [B, T], and with `top_k` the log-probabilities and ids of the likeliest
+            tokens at each place, `top_log_probs` and `top_ids` [B, T, k]. All are zero where the
+            response mask is.
 
         Raises:
             RolloutError: no server replies, or one does not report these numbers.
@@ -625,8 +632,8 @@ class ServedScorer:
         futures = [self._thread.submit(self._ask_for_scores(tokens)) for tokens in sequences]
         replies = results_of(futures)
         for row, entries in zip(rows, replies, strict=True):
-            columns = mask[row].nonzero()[:, 0]  # of the response
-            # A reply has an entry for each token that was sent, so none for the prompt's padding.
+            columns = mask[row].nonzero()[:, 0]  # places in the response, from 0 to T - 1
+            # A reply has an entry for each token that was sent, prompt tokens first.
             num_prompt_tokens = int(attention[row, : -mask.shape[1]].sum())
             masked_entries = [entries[num_prompt_tokens + column] for column in columns.tolist()]
             log_probs, top_pairs = zip(*masked_entries, strict=True)
@@ -639,9 +646,12 @@ class ServedScorer:
         return scores
 
     async def _ask_for_scores(self, tokens: list[int]) -> list[Any]:
-        """Request the log-probabilities of a sequence, as `_read_scores` returns them.
+        """Request the log-probabilities of a sequence.
 
         A server scores a prompt only when it generates, so one token is generated and ignored.
+
+        Returns:
+            For each token its scores; see `_read_scores`.
         """
         body = {
             "model": self.model,
@@ -660,20 +670,21 @@ class ServedScorer:
 
         Args:
             client: the server.
-            content: its reply.
+            content: reply of the server.
             tokens: token ids of the sequence.
 
         Returns:
-            For each token its log-probability, and the likeliest tokens there as pairs of id and
-            log-probability. None for the first token, which nothing predicts.
+            For each token a pair: its log-probability, and a list of the likeliest tokens at its
+            place, as pairs of id and log-probability. None for the first token, which has no
+            prediction.
 
         Raises:
             RolloutError: the server does not report all of these numbers.
         """
         entries = (content.get("choices") or [{}])[0].get("prompt_logprobs") or []
         fix = (
-            "Use a server that reports them, as vLLM's does;"
-            " it may limit their number (--max-logprobs)."
+            "Use a server that reports log-probabilities of prompts, as vLLM's does,"
+            " and serve with a larger --max-logprobs."
         )
         if len(entries) != len(tokens):
             raise RolloutError(
@@ -685,7 +696,7 @@ class ServedScorer:
         num_top = self.top_k or 0
         scores: list[Any] = [None]
         for place in range(1, len(tokens)):
-            # A server reports the token itself and the likeliest ones, by their ids as texts.
+            # An entry has the token itself and the likeliest tokens, by their ids as texts.
             entry = entries[place] or {}
             log_probs = {int(token): float(numbers["logprob"]) for token, numbers in entry.items()}
             top = sorted(log_probs.items(), key=lambda pair: -pair[1])[:num_top]

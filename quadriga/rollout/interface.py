@@ -42,9 +42,9 @@ class SamplingParams:
         seed: seed of this response. The same seed gives the same response whatever else is in the
             batch.
         stop_token_ids: tokens that end the response, besides the model's own end-of-text tokens.
-        stop: stop strings. The response keeps the token that completes one, and so perhaps text
-            behind it.
-        ignore_eos: whether the model's own end-of-text tokens do not end the response.
+        stop: stop strings. The response keeps the token that completes one of them, and with this
+            token perhaps some text behind the string.
+        ignore_eos: whether the response goes on after the model's own end-of-text tokens.
     """
 
     max_tokens: int
@@ -81,7 +81,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is the likeliest one. Log-probabilities then have temperature 1."""
+        """Whether each token is the likeliest one. Log-probabilities are then at temperature 1."""
         return not self.do_sample or self.temperature == 0
 
     @property
@@ -95,16 +95,16 @@ class SamplingParams:
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            # Both libraries mean all tokens by -1.
+            # Here 0 and -1 mean all tokens, in both libraries only -1.
             "top_k": self.top_k or -1,
             "min_p": self.min_p,
         }
 
     def stops(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """Tokens that end the response. The response includes the one that ended it.
+        """Tokens that end the response, which keeps the stop token as its last one.
 
         Args:
-            eos_token_ids: end-of-text tokens of the model.
+            eos_token_ids: end-of-text tokens of the model. They do not count with `ignore_eos`.
         """
         if self.ignore_eos:
             return frozenset(self.stop_token_ids)
@@ -118,15 +118,16 @@ class Completion:
     Attributes:
         token_ids: the generated tokens, the stop token included.
         log_probs: log-probability of each token under the temperature-scaled distribution before
-            top-k, top-p and min-p: the number that training computes for it.
+            top-k, top-p and min-p: the number that training computes for it. NaN: the engine cannot
+            report it.
         finish_reason: "stop" at a stop token or stop string, "length" at max_tokens, "abort" if it
             was aborted.
-        weight_version: version of the weights that generated it.
+        weight_version: version of the weights that generated the response, at its end.
         sampling_log_probs: log-probability of each token under the distribution that it was drawn
             from, after top-k, top-p and min-p; empty if the engine does not report it.
         routes: int8 or int16 [tokens, L, k], the k experts that each token of the prompt and the
-            response was sent to in each of L mixture layers. The last token has none, because it
-            was not computed. None: they were not requested.
+            response was sent to in each of L mixture layers. The last token has none, because no
+            layer has computed it. None: routes were not requested.
         versions: version of the weights that drew each token. Empty if the engine does not report
             it; all tokens then have `weight_version`.
         times: when the request arrived, when it was admitted to a batch (NaN: unknown), and when
@@ -148,11 +149,11 @@ class Completion:
         return self.versions or [self.weight_version] * len(self.token_ids)
 
     def require_fit(self, max_tokens: int, where: str) -> None:
-        """Check the number of tokens and log-probabilities.
+        """Check the numbers of tokens and log-probabilities.
 
         Args:
             max_tokens: the most tokens that the response may have.
-            where: names the response in the error.
+            where: the response, for the error.
 
         Raises:
             RolloutError: there are more tokens, or none, or not a log-probability for each.
@@ -178,11 +179,11 @@ class Images:
         inputs: inputs of the model: `pixel_values` [patches, values] float32 and `image_grid_thw`
             [images, 3] int64, the patches along time, height and width; `pixel_values_videos`,
             `video_grid_thw` and for some models `second_per_grid_ts` [videos].
-        position_ids: [3, P] int64, the position of each token along time, height and width. A
-            response continues the last column, one up with each token, in all three rows.
+        position_ids: [3, P] int64, the position of each token along time, height and width. Each
+            token of the response adds 1 to the last column, in all three rows.
         short_prompt: the prompt with one token for each image and video, for engines that expand
-            these themselves.
-        key: identifies the content of `inputs`; equal exactly when they are.
+            these tokens themselves.
+        key: hash of `inputs`. Two keys are equal exactly when the inputs are.
         videos: frames [T, 3, H, W] uint8 of each video, resized, and its metadata as vLLM names
             them.
     """
@@ -195,7 +196,11 @@ class Images:
     videos: tuple[tuple[np.ndarray, Mapping[str, Any]], ...] = ()
 
     def followed_by(self, token_ids: Sequence[int]) -> "Images":
-        """Return the same images for the prompt with text appended, as in a later turn."""
+        """Return the same images for a longer prompt, to which text is appended as by a later turn.
+
+        Args:
+            token_ids: the appended text, without tokens of images.
+        """
         last = self.position_ids[:, -1:]
         text_positions = last + torch.arange(1, len(token_ids) + 1, device=last.device)
         positions = torch.cat((self.position_ids, text_positions), -1)
@@ -210,7 +215,7 @@ BatchImages: TypeAlias = Sequence[Images | None] | None
 
 
 class _QueuedRequest(NamedTuple):
-    """A request that is not generated yet."""
+    """A request that waits for the next batch, and the future of its response."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -237,20 +242,22 @@ class RolloutEngine(WeightTarget, ABC):
         traits: declares what the engine can do.
         takes_images: whether prompts may have images.
         cuts_images: whether the engine preprocesses images itself, by the model's files.
-        needs_packed_rows: whether it only computes architectures whose rows training can pack.
-        shares_weights: whether it computes with the actor's own parameters.
-        has_frozen_weights: whether a load may omit the weights below an adapter, which an earlier
-            load brought.
+        needs_packed_rows: whether the engine only computes architectures whose rows training can
+            pack.
+        shares_weights: whether the engine computes with the actor's own parameters.
+        has_frozen_weights: whether a load may omit the weights below an adapter, because the engine
+            has kept them from an earlier load.
         has_dropped_weights: whether the engine dropped its weights in its sleep, so that a load
             must bring them.
-        description: summary of the choices made at its start, for people to read.
+        description: summary of the choices made at the engine's start, for people to read.
         is_load_stable: whether the sender keeps all tensors of a load unchanged until the load
             ends. Otherwise a tensor is valid only until the next one arrives.
-        counts: events since they were last read, such as restarts, by the name of the metric.
-        batch_lock: held while a batch of the base class is generated.
+        counts: number of events since the last reading, such as restarts, by name of the metric.
+        batch_lock: held while `generate` of the base class generates a batch.
         num_steps: steps since the engine was made; 0 if it does not count them.
         before_step: called with `num_steps` before each step, if the engine is deterministic.
-        take_weights: set on a group's members; called with the version that the leader has loaded.
+        take_weights: set on the members of a rollout group; called with the version that the leader
+            has loaded.
         count_ended: callback that reports progress, set only while a batch is generated. It is
             called from any thread, with the number of responses that have ended since the last
             call.
@@ -274,7 +281,7 @@ class RolloutEngine(WeightTarget, ABC):
     def __init__(self) -> None:
         self.weight_version = 0
         self._state: Literal["awake", "asleep", "closed"] = "awake"
-        # By event loop, because a server of this engine generates from a loop of its own.
+        # Requests by event loop, because a server that shares the engine has its own loop.
         self._pending: dict[asyncio.AbstractEventLoop, list[_QueuedRequest]] = {}
         self._is_aborting = False
         self.batch_lock = threading.RLock()
@@ -331,8 +338,8 @@ class RolloutEngine(WeightTarget, ABC):
         May be called from another thread than the one that generates.
         """
         self._is_aborting = True
-        # A future may only get its result in the thread of its loop. The public
-        # `get_running_loop` raises an error in a thread without one.
+        # A future may only get its result in the thread of its loop. `asyncio.get_running_loop`
+        # would raise an error in a thread without a loop.
         for loop in list(self._pending):
             if loop is asyncio._get_running_loop():
                 self._abort_pending(loop)
@@ -353,9 +360,9 @@ class RolloutEngine(WeightTarget, ABC):
             prompts: token ids of each request.
             sampling: how each response is sampled.
             images: images of each prompt.
-            joined: called when all have joined the batch, with the number of steps before that, if
-                the engine counts its steps.
-            earlier: aborted responses, which the first requests continue.
+            joined: called once all requests have joined the batch, with the number of steps made
+                until then; not called if the engine does not count its steps.
+            earlier: aborted responses. The first requests, as many as there are, continue them.
 
         Returns:
             The completion of each request.
@@ -367,7 +374,7 @@ class RolloutEngine(WeightTarget, ABC):
     ) -> Future[int]:
         """Run a function between two steps; for engines that take weights between tokens.
 
-        It may load weights; unfinished responses then go on with these.
+        If the function loads weights, unfinished responses go on with the new weights.
 
         Args:
             work: the function.
@@ -381,15 +388,15 @@ class RolloutEngine(WeightTarget, ABC):
         raise NotImplementedError
 
     def unfinished(self) -> dict[Future[Completion], Completion]:
-        """The unfinished responses so far, for engines whose responses another one can continue.
+        """Unfinished responses so far, for engines whose responses another engine can continue.
 
-        Only to be called between two steps. The order is that in which the responses go on after
+        Only to be called between two steps. The responses have the order in which they go on after
         the KV cache was computed anew.
         """
         raise NotImplementedError
 
     def wanted_shards(self) -> Wanted:
-        """Shards of the weights for this rank of a group, by the trainer's names."""
+        """Shards of the weights that this rank of a group needs, by the trainer's names."""
         raise NotImplementedError
 
     def allocate_weights(self) -> None:
@@ -398,7 +405,7 @@ class RolloutEngine(WeightTarget, ABC):
     def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Compute with these tensors from now on; for engines that take shards.
 
-        Later weights are written into the same tensors, while the engine is at rest.
+        The sender writes later weights into the same tensors, while the engine is not generating.
 
         Args:
             shards: tensors by name. They may be shared with the trainer, except those named in
@@ -420,7 +427,7 @@ class RolloutEngine(WeightTarget, ABC):
         """Abort unfinished responses and end the batch; for the leader of a rollout group."""
 
     def sleep(self) -> None:
-        """Free the memory of generation. Weights may be loaded, but generating is an error."""
+        """Free memory that only generation needs. Weights may still be loaded in the sleep."""
         self._require_open("sleep")
         self._state = "asleep"
 
@@ -434,7 +441,7 @@ class RolloutEngine(WeightTarget, ABC):
         self._state = "closed"
 
     def named_weights(self) -> NamedWeights:
-        """Weights that the engine computes with; none if it repacks them, or has no model."""
+        """Weights that the engine computes with. Empty if it repacks them, or has no model."""
         return ()
 
     def fingerprint(self) -> Fingerprint:
@@ -442,21 +449,21 @@ class RolloutEngine(WeightTarget, ABC):
         return self._arrived
 
     def note_arrival(self, weights: NamedWeights, version: int) -> None:
-        """Take over a version and the fingerprints of its weights, but not the weights.
+        """Note a version and the fingerprints of its weights, but do not keep the weights.
 
         This is `load_weights` for an engine without a model.
 
         Args:
             weights: names and tensors of the weights, read to the end, as weight sync expects.
-            version: their version.
+            version: version of the weights.
         """
         self.weight_version = -1
         self._arrived = fingerprint(weights)
         self.weight_version = version
 
     def _take_pending(self, loop: asyncio.AbstractEventLoop) -> list[_QueuedRequest]:
-        """Remove the pending requests of an event loop, and return those that somebody awaits."""
-        # The future of a caller that was cancelled meanwhile is done.
+        """Remove the pending requests of an event loop, and return those that are still awaited."""
+        # A caller that was cancelled meanwhile has cancelled its future, which is then done.
         return [request for request in self._pending.pop(loop, []) if not request.future.done()]
 
     def _abort_pending(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -486,7 +493,7 @@ class RolloutEngine(WeightTarget, ABC):
 
     def _count_when_done(self, futures: Sequence[Future[Any]]) -> None:
         """Call `count_ended`, if it is set, with 1 whenever a future of the batch is done."""
-        # Bound now, because the attribute is unset when the batch is over.
+        # Read now, because the attribute is None again when the last futures are done.
         count_ended = self.count_ended
         if count_ended is not None:
             for future in futures:
@@ -518,8 +525,8 @@ class RolloutEngine(WeightTarget, ABC):
             raise RolloutError(where, got="an engine that is asleep", fix="Call wake() first.")
         if self.has_dropped_weights:
             got = "an engine that dropped its weights in its sleep"
-            raise RolloutError(where, got, fix="Publish the weights after its sleep.")
-        if self.weight_version < 0:
+            raise RolloutError(where, got, fix="Publish the weights again before you generate.")
+        if self.weight_version < 0:  # as a failed load leaves it
             fix = "Load a complete set of weights after the error of the last load."
             raise RolloutError(where, got="weights that were not loaded completely", fix=fix)
         if len(prompts) != len(sampling):
@@ -530,7 +537,7 @@ class RolloutEngine(WeightTarget, ABC):
                 raise RolloutError(
                     where, got=f"prompt {row} without a token", expected="at least one token"
                 )
-        # Whether the model takes images is checked by each engine.
+        # This is about the engine. Whether its model takes images is checked by each engine.
         has_images = any(prompt_images is not None for prompt_images in images or ())
         if has_images and not self.takes_images:
             raise RolloutError(

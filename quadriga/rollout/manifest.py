@@ -20,9 +20,9 @@ class Manifest:
 
     Attributes:
         shapes: shape of each weight, by every name that it has.
-        same: for each name, all names of its weight. A tied weight has several, and may arrive
+        same: for each name, all names of the same weight. A tied weight has several, and may arrive
             under any of them.
-        buffers: dtypes of the weights that are not trained.
+        buffers: dtype of each weight that is not trained, by name.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -31,10 +31,10 @@ class Manifest:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Manifest":
-        """The weights of a model, which may be on "meta"."""
+        """Make the manifest of a model, which may be on "meta"."""
         buffers = weight_buffers(model)
         weights = dict(model.named_parameters(remove_duplicate=False)) | buffers
-        # Tied weights are the same object.
+        # Names of a tied weight lead to the same object.
         names = defaultdict[int, set[str]](set)
         for name, weight in weights.items():
             names[id(weight)].add(name)
@@ -48,18 +48,18 @@ class Manifest:
         """Describe each weight as a full tensor, under the first of its names.
 
         Args:
-            dtype: dtype in which the trainer computes. Buffers keep theirs.
+            dtype: dtype in which the trainer computes, for parameters. Buffers have their own.
         """
-        # A tied weight is needed once.
         weights: dict[str, tuple[Box, torch.dtype]] = {}
         for name, shape in self.shapes.items():
+            # A tied weight is needed once.
             if weights.keys().isdisjoint(self.same[name]):
                 full_box = Box((0,) * len(shape), shape)
                 weights[name] = (full_box, self.buffers.get(name, dtype))
         return weights
 
     def select(self, accepts: Callable[[str], bool]) -> "Manifest":
-        """Select weights by their names.
+        """Select weights by their names, without `buffers`.
 
         Args:
             accepts: returns whether to select the weight of a name. Selected weights must not be
@@ -69,7 +69,7 @@ class Manifest:
         return Manifest(shapes, {name: self.same[name] for name in shapes})
 
     def union(self, other: "Manifest") -> "Manifest":
-        """The weights of both manifests."""
+        """Join the weights of two manifests, of which `other` has no `buffers`."""
         return Manifest(self.shapes | other.shapes, self.same | other.same, self.buffers)
 
     def check_stream(
@@ -79,8 +79,8 @@ class Manifest:
 
         Args:
             weights: names and tensors. A weight may arrive under several names.
-            optional_names: names of weights that the model still has from an earlier stream. This
-                one must bring all or none of them.
+            optional_names: names of weights that the model still has from an earlier stream. The
+                stream must bring all of them or none.
 
         Yields:
             Each name and tensor.
@@ -99,11 +99,11 @@ class Manifest:
                 raise WeightSyncError(
                     f"weight {name}", got=f"shape {shape}", expected=expected, fix=fix
                 )
-            # A tied weight has arrived under all of its names.
+            # A tied weight counts as arrived under each of its names.
             arrived |= self.same[name]
             yield name, tensor
 
-        # Without any of the optional weights, the model keeps those that it has.
+        # If none of the optional weights has arrived, the model keeps those that it has.
         needed = set(self.shapes)
         if arrived.isdisjoint(optional_names):
             for name in optional_names:

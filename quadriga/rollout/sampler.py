@@ -8,8 +8,8 @@ errors of the logits rarely matter: logits that differ by 1e-5 choose another to
 draws. A single number, looked up in the cumulative distribution, would be near the boundary of some
 token a hundred times as often.
 
-The numbers of a sequence come from a counter-based generator with the sequence's own seed. So other
-sequences in the batch, their number and their order do not change it.
+The uniform numbers of a sequence come from a counter-based generator with the sequence's own seed.
+So a response does not depend on the other sequences in the batch, their number or their order.
 
 Legend: R rows, V vocabulary, C tokens of a block.
 """
@@ -25,14 +25,15 @@ from torch import Tensor
 from quadriga.errors import RolloutError
 from quadriga.rollout.interface import Sampling, SamplingParams
 
-_BLOCK = 256
-# Numbers for a token: one for each halving, so enough for 2**24 tokens.
+_BLOCK = 256  # C
+# Uniform numbers for a token: one for each halving, so enough for 2**24 tokens.
 NUM_DRAWS = 24
 # Number of the likeliest tokens that top-p sorts at first. It sorts more if these are too few.
 _NUM_SORTED = 512
-# Tokens decoded before the longest stop string: a decoder may treat the first tokens differently.
+# Tokens to decode before the longest stop string, because some tokenizers decode the first tokens
+# of a text in another way than later ones.
 _SLACK = 8
-# Parameters without effect on the distribution. `max_tokens` is not read.
+# Parameters without effect on the distribution. `max_tokens` is needed, but not read.
 _NEUTRAL = SamplingParams(max_tokens=1)
 
 
@@ -47,7 +48,7 @@ class Draws:
         self._generator = np.random.Generator(np.random.Philox(key=seed))
 
     def next(self) -> np.ndarray:
-        """[NUM_DRAWS] float64 in [0, 1), for the next token."""
+        """Uniform numbers for the next token, [NUM_DRAWS] float64 in [0, 1)."""
         return self._generator.random(NUM_DRAWS)
 
 
@@ -60,7 +61,7 @@ class SamplingRules:
         top_p: [R, 1] float32.
         top_k: [R, 1] int64; 0: all tokens.
         min_p: [R, 1] float32.
-        is_greedy: [R] bool.
+        is_greedy: [R] bool; None: no row is greedy.
         all_greedy: whether all rows are greedy.
     """
 
@@ -88,7 +89,7 @@ class SamplingRules:
         """
 
         def column(values: list[float], neutral: float) -> Tensor | None:
-            """[R, 1]; None if every row has the neutral value."""
+            """Make a column [R, 1]; None if every row has the neutral value."""
             if all(value == neutral for value in values):
                 return None
             return torch.tensor(values, device=device)[:, None]
@@ -117,13 +118,14 @@ def sample(logits: Tensor, rules: SamplingRules, uniforms: Tensor) -> tuple[Tens
         uniforms: [R, NUM_DRAWS] float64 in [0, 1).
 
     Returns:
-        Token ids [R] int64; their log-probabilities [R] float32 before top-k, top-p and min-p; and
-        those after these filters, which are 0 for greedy rows: no other token was possible.
+        Token ids [R] int64; log-probabilities of these tokens before top-k, top-p and min-p, [R]
+        float32; and their log-probabilities after these filters, [R] float32. The latter are 0 for
+        greedy rows, where no other token was possible.
     """
     likeliest = None if rules.is_greedy is None else logits.argmax(-1)
     if rules.temperature is not None:
         logits.div_(rules.temperature)
-    # Looking up the maximum spares another pass over the logits.
+    # If all rows are greedy, looking up the logits of the likeliest tokens spares another pass.
     highest = (
         logits.gather(1, likeliest[:, None]) if rules.all_greedy else logits.amax(-1, keepdim=True)
     )
@@ -176,8 +178,8 @@ def _draw(odds: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
 
     Args:
         odds: [R, V], in proportion to the probabilities.
-        sums: [R, ceil(V / C)], sums of their blocks.
-        uniforms: [R, NUM_DRAWS], of which each halving uses one.
+        sums: [R, ceil(V / C)], sum of each block of `odds`.
+        uniforms: [R, NUM_DRAWS]; each halving uses one column.
 
     Returns:
         Token ids [R].
@@ -198,27 +200,28 @@ def _descend(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, int]:
     """Draw an entry of each row by halving, in proportion to its mass.
 
     The entries are the leaves of a binary tree, whose nodes have the sum of the masses below them.
-    The draw goes from the root to a leaf, and takes the upper half of a node if the node's uniform
-    number times its sum reaches the sum of the lower half. An entry without mass is never drawn:
-    a number below 1 times a sum, rounded, stays below the sum.
+    The draw goes from the root to a leaf. A node takes its upper half if the uniform number of its
+    level times the node's sum reaches the sum of the lower half. An entry without mass is never
+    drawn, because a number below 1 times a sum, rounded, stays below the sum.
 
     Args:
         masses: [R, X].
         uniforms: [R, at least log2 X].
 
     Returns:
-        Indices of the entries [R, 1], and how many numbers of each row were used.
+        Indices of the entries [R, 1], and how many columns of `uniforms` were used.
     """
     # Padded to a power of two by entries without mass, so that every level has two equal halves.
     depth = (masses.shape[1] - 1).bit_length()
     level = torch.nn.functional.pad(masses, (0, 2**depth - masses.shape[1]))
-    # From the leaves up to the root: whether each node would take its upper half.
+    # From the leaves up to the root, for each level: whether each node would take its upper half.
+    # Node i of a level with n nodes has the nodes i and i + n of the level below as halves.
     takes_upper = []
     for step in range(depth - 1, -1, -1):
         lower, upper = level.chunk(2, 1)
         level = lower + upper
         takes_upper.append(uniforms[:, step : step + 1] * level >= lower)
-    # From the root down: follow the choices.
+    # From the root down: node i goes on to node i or, for the upper half, to node i + n.
     entry = torch.zeros((masses.shape[0], 1), dtype=torch.int64, device=masses.device)
     for is_upper in reversed(takes_upper):
         entry = entry + is_upper.gather(1, entry) * is_upper.shape[1]
@@ -226,9 +229,9 @@ def _descend(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, int]:
 
 
 def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
-    """Odds below which a token is dropped by top-k, by top-p among the tokens left, or by min-p.
+    """Odds below which top-k, top-p or min-p drop a token. Top-p counts what top-k has left.
 
-    Tokens that are as likely as the last remaining one stay.
+    Tokens that are as likely as the last remaining one stay, too.
 
     Args:
         odds: [R, V]; the largest of each row is 1.
@@ -238,6 +241,7 @@ def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
         [R, 1]; 0 for a row that keeps all tokens. None: no rule can drop a token.
     """
     if rules.top_k is None and rules.top_p is None:
+        # The largest odds are 1, so min-p, a share of them, is the threshold itself.
         return rules.min_p
     num_tokens = odds.shape[1]
     top_k = None if rules.top_k is None else rules.top_k.clamp(max=num_tokens)
@@ -247,7 +251,7 @@ def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
         num_ranked = max(int(top_k.max()), num_ranked)
     ranked = odds.topk(min(num_ranked, num_tokens)).values
 
-    threshold = torch.zeros_like(ranked[:, :1])
+    threshold = torch.zeros_like(ranked[:, :1])  # 0 keeps all tokens
     if top_k is not None:
         last = (top_k - 1).clamp(min=0)
         threshold = torch.where(top_k > 0, ranked.gather(1, last), threshold)
@@ -257,7 +261,7 @@ def _threshold(odds: Tensor, rules: SamplingRules) -> Tensor | None:
         nucleus_mass = remaining.double().sum(-1, keepdim=True) * rules.top_p
         is_off = rules.top_p >= 1  # rows without top-p
         while True:
-            # In float64: the sum of many small odds decides where the nucleus ends.
+            # In float64, because the sum of many small odds decides where the nucleus ends.
             cumulative = ranked.double().cumsum(-1)
             is_enough = (cumulative[:, -1:] >= nucleus_mass) | is_off
             if ranked.shape[1] == num_tokens or bool(is_enough.all()):
@@ -281,18 +285,22 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self.strings = tuple(strings)
         self.tokenizer = tokenizer
+        # A string of n bytes has at most n tokens.
         longest = max((len(string.encode()) for string in strings), default=0)
         self.num_tokens = longest + _SLACK
 
     def is_reached(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last tokens of the response contain one of the strings."""
+        """Whether the end of the response contains one of the strings.
+
+        Only the last `num_tokens` tokens are decoded, because this is called after each token.
+        """
         if not self.strings:
             return False
         tail = self.tokenizer.decode(list(token_ids[-self.num_tokens :]), skip_special_tokens=False)
         return any(string in tail for string in self.strings)
 
     def length(self, token_ids: Sequence[int]) -> int | None:
-        """Number of tokens up to the one that completes the first stop string; None: no string."""
+        """Number of tokens including the one that completes a stop string; None: there is none."""
         for end in range(1, len(token_ids) + 1):
             if self.is_reached(token_ids[:end]):
                 return end

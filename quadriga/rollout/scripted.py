@@ -47,10 +47,10 @@ class ScriptedEngine(RolloutEngine):
     Images are ignored.
 
     Args:
-        responses: a list; a mapping from a part of the prompt's text to a response or a list of
-            them (the longest part that matches is used); a function of the prompt's token ids; or
-            the path of a JSONL file, each line with `response` and, in all lines or in none,
-            `prompt`.
+        responses: a list of responses to any prompt; a mapping from a part of the prompt's text to
+            a response or a list of responses (of several parts in the prompt, the longest counts);
+            a function of the prompt's token ids; or the path of a JSONL file, each line with
+            `response` and perhaps `prompt`, a part of the prompt's text.
         tokenizer: needed if responses or parts of prompts are texts.
 
     Raises:
@@ -74,12 +74,12 @@ class ScriptedEngine(RolloutEngine):
                 # A single response is a text or a list of token ids.
                 is_single = isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int))
                 self.by_prompt[str(part)] = [value] if is_single else list(value)
-        # Responses to any prompt: every text contains the empty part.
         elif self.function is None:
+            # Responses to any prompt, because every text contains the empty part.
             self.by_prompt = {"": list(script)}
         if self.function is None and not any(self.by_prompt.values()):
             raise RolloutError("scripted", got="no responses", expected="at least one")
-        self._num_used: Counter[str] = Counter()
+        self._num_used: Counter[str] = Counter()  # responses used so far, by part of the prompt
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "ScriptedEngine":
@@ -124,7 +124,8 @@ class ScriptedEngine(RolloutEngine):
         for prompt, params in zip(prompts, sampling, strict=True):
             respond = self.function or self._next_response
             token_ids = self._token_ids(respond(list(prompt)))
-            # The response ends at a stop string, or else with its last token.
+            # The response ends with a stop string, or else with its last token. It is then cut at
+            # `max_tokens`.
             length = StopStrings(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
             reason: FinishReason = "stop" if length <= params.max_tokens else "length"
             token_ids = token_ids[: min(length, params.max_tokens)]
@@ -137,16 +138,20 @@ class ScriptedEngine(RolloutEngine):
         return completions
 
     def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Take over the version. Weights do not change the responses.
+        """Take over the version. The weights are read, but do not change the responses.
 
         Args:
             weights: names and tensors of the weights.
-            version: their version.
+            version: version of the weights.
         """
         self.note_arrival(weights, version)
 
     def _token_ids(self, response: CannedResponse) -> list[int]:
-        """The tokens of a response."""
+        """Tokens of a response. A text gets the end-of-text token.
+
+        Raises:
+            RolloutError: there is no token, or a text without a tokenizer.
+        """
         if isinstance(response, str):
             tokenizer = self._require_tokenizer()
             response = list(tokenizer.encode(response, add_special_tokens=False))
@@ -158,8 +163,13 @@ class ScriptedEngine(RolloutEngine):
         return token_ids
 
     def _next_response(self, prompt: list[int]) -> CannedResponse:
-        """The next response for a prompt."""
+        """Choose the next response for a prompt by the part of the prompt's text that it contains.
+
+        Raises:
+            RolloutError: there is no response for the prompt, or no tokenizer to decode it.
+        """
         part = ""
+        # With only responses to any prompt, the prompt need not be decoded.
         if list(self.by_prompt) != [""]:
             text = self._require_tokenizer().decode(prompt)
             parts = [part for part in self.by_prompt if part in text]
@@ -167,8 +177,9 @@ class ScriptedEngine(RolloutEngine):
                 raise RolloutError(
                     "scripted",
                     got=f"the prompt {text[-200:]!r}",
-                    expected=f"one that contains one of {len(self.by_prompt)} scripted parts",
-                    fix='Add a line for it, or one with the empty prompt "" that fits all.',
+                    expected=f"a prompt that contains one of {len(self.by_prompt)} scripted parts",
+                    fix='Add a response for this prompt, or one for the empty prompt "", which fits'
+                    " all.",
                 )
             # The longest part is the most specific one.
             part = max(parts, key=len)
@@ -186,7 +197,11 @@ class ScriptedEngine(RolloutEngine):
 
 
 def _read_responses(path: Path) -> dict[str, list[CannedResponse]]:
-    """Read a JSONL file into responses by prompt. Lines without a prompt are under ""."""
+    """Read a JSONL file into responses by prompt. Lines without a prompt are under "".
+
+    Raises:
+        RolloutError: the file cannot be read, or a line is invalid.
+    """
     script: dict[str, list[CannedResponse]] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -42,11 +42,12 @@ def generate_sequences(
 
     Args:
         engine: generates the responses.
-        prompts: batch `input_ids`, `attention_mask`, `position_ids` [B, P] or [B, 3, P];
+        prompts: batch `input_ids`, `attention_mask` [B, P], `position_ids` [B, P] or [B, 3, P];
             non-tensors `uid`, and `sample_index` if the samples of a prompt are spread over several
             calls; `multi_modal_data`, `multi_modal_inputs` and `raw_prompt_ids` if prompts have
             images. meta_info: `global_steps`; `do_sample` (default: as the configuration says);
-            `validate` (default: False, the settings of training); `weight_version` (default: any).
+            `validate` (default: False, the settings of training); `weight_version`, which the
+            engine must have (default: any).
         config: the section `actor_rollout_ref.rollout`.
         response_length: T; also the longest response, in tokens.
         pad_token_id: fills the responses.
@@ -63,7 +64,7 @@ def generate_sequences(
     Raises:
         WeightSyncError: the engine's weights are not of the version in meta_info.
         RolloutError: a prompt leaves no room for a response in `rollout.max_model_len`, or has
-            images and the engine takes none; or the engine's responses do not fit.
+            images and the engine takes none; or the engine's responses do not fit the requests.
     """
     expected_version = prompts.meta_info.get("weight_version")
     if expected_version is not None:
@@ -92,7 +93,7 @@ def requests_of(
         seed: `trainer.seed`.
 
     Returns:
-        The token ids of each prompt, and how its response is sampled.
+        The token ids of each prompt without padding, and how each response is sampled.
 
     Raises:
         RolloutError: a prompt leaves no room for a response in `rollout.max_model_len`.
@@ -140,7 +141,8 @@ def batch_of_completions(
         started: when generation began, as `time.perf_counter()`, in seconds.
 
     Raises:
-        RolloutError: there is not a response for each row, or one does not fit.
+        RolloutError: there is not a response for each row, or a response has too many tokens, none,
+            or tokens without a log-probability.
     """
     num_rows = len(completions)
     if num_rows != len(prompts):
@@ -166,7 +168,7 @@ def batch_of_completions(
     )
 
     times = [completion.times or (math.nan,) * 3 for completion in completions]
-    # `view` gives an empty batch its three columns, too.
+    # With `view`, an empty batch also has three columns.
     batch[TIMES] = torch.tensor(times, dtype=torch.float64).view(num_rows, 3)
     num_prompt_tokens = int(prompts.batch["attention_mask"].sum())
     reasons = Counter(completion.finish_reason for completion in completions)
@@ -199,8 +201,9 @@ def append_responses(
         response_length: T.
         pad_token_id: fills the responses.
         routes: [tokens, L, k] of each row: experts of the prompt's and the response's tokens, which
-            may be unknown for the last ones. None: unknown for the row. Empty: for all rows.
-        versions: version of the weights that wrote each token of each response. Empty: unknown.
+            may be unknown for the last tokens. None: unknown for the row. Empty: unknown for all.
+        versions: version of the weights that drew each token of each response. Empty: unknown, so
+            that the result has no column `token_versions`.
 
     Returns:
         The columns that `generate_sequences` lists, except for `rollout_times`.
@@ -210,7 +213,7 @@ def append_responses(
     device = prompt_ids.device
 
     def pad(rows: Iterable[Sequence[float]], fill: float) -> Tensor:
-        """Pad rows on the right, [B, T]. Filled on the CPU, row by row, then moved at once."""
+        """Pad rows on the right, [B, T]. The CPU fills them row by row; then all move at once."""
         padded = torch.full((len(responses), response_length), fill)
         for row, values in enumerate(rows):
             padded[row, : len(values)] = torch.tensor(values)
@@ -246,8 +249,8 @@ def _scatter_routes(routes: Sequence[np.ndarray | None], attention_mask: Tensor)
     """Scatter the routes of each row to the columns of its tokens.
 
     Args:
-        routes: [tokens, L, k] of each row, for its first tokens. None: the row has none, but at
-            least one row has some.
+        routes: [tokens, L, k] of each row, for its first tokens. None: unknown for the row. At
+            least one row has routes.
         attention_mask: [B, P + T], 1 on tokens.
 
     Returns:
@@ -292,9 +295,9 @@ def sampling_of(
 def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
     """Derive a seed for each row from the run's seed, the step, the uid and the sample's number.
 
-    The samples of a prompt, which are the rows with its uid, are numbered in the order of the rows,
-    unless the column `sample_index` numbers them. A row without a uid is told apart by its number.
-    Validation has other seeds than training.
+    The samples of a prompt are the rows with the same uid. They are numbered in the order of the
+    rows, unless the column `sample_index` has their numbers. Without a column `uid`, each row is a
+    prompt of its own. Validation has other seeds than training.
 
     Args:
         prompts: the batch of prompts; `generate_sequences` lists its columns.
@@ -320,16 +323,16 @@ def derive_seed(*parts: Any, num_bytes: int = 8) -> int:
 
     Args:
         parts: values whose `repr` is the same in every process.
-        num_bytes: size of the seed.
+        num_bytes: size of the seed in bytes: it is below `256**num_bytes`.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=num_bytes).digest()
     return int.from_bytes(digest, "big")
 
 
 def images_of(prompts: DataProto) -> list[Images | None]:
-    """The images of each row; None for a row without any.
+    """Images of each row; None for a row without any.
 
-    Samples of a prompt share one object, if their columns do.
+    Rows whose columns share one object of inputs, as samples of a prompt do, share one `Images`.
 
     Args:
         prompts: batch `attention_mask` [B, P] and `position_ids` [B, 3, P]; non-tensors
@@ -345,8 +348,7 @@ def images_of(prompts: DataProto) -> list[Images | None]:
             images.append(None)
             continue
         short_prompt = tuple(columns["raw_prompt_ids"][row])
-        # Samples of a prompt share the object of their inputs. It is looked up by identity, because
-        # hashing pixels takes time.
+        # Objects of inputs are compared by identity, because hashing pixels takes time.
         key = (id(inputs), short_prompt)
         if key not in cache:
             mask = prompts.batch["attention_mask"][row].bool()

@@ -24,7 +24,8 @@ class EngineSetup:
         options: this engine's part of `rollout.engine_kwargs`.
         device: the engine's device.
         dtype: dtype of the model.
-        actor: the actor's own module, if this process has all of its weights.
+        actor: the actor's own module, if this process has all of its weights. An engine may compute
+            with it instead of a copy. None: the process does not have them.
         group: the ranks that hold the engine together; None: this process holds all of it.
     """
 
@@ -49,19 +50,20 @@ class EngineSetup:
 
     @property
     def bucket_bytes(self) -> int:
-        """Size in bytes of one engine's buffer for weights: its share of this process's."""
-        # All engines of a process get weights at the same time.
+        """Size in bytes of one engine's buffer for weights."""
+        # All engines of a process get weights at the same time, so they share the configured size.
         total = self.rollout.update_weights_bucket_megabytes << 20
         return total // self.rollout.data_parallel_size
 
     @property
     def can_sleep(self) -> bool:
-        """Whether a third-party engine releases memory between phases, which none can on a CPU."""
+        """Whether a third-party engine releases memory between phases. On a CPU none can."""
         return self.rollout.free_cache_engine and self.device.type != "cpu"
 
     @property
     def cache_gigabytes(self) -> float | None:
         """Size of a third-party engine's KV cache in GiB; None: as much as fits."""
+        # On a CPU the cache would otherwise take most of the host's memory.
         if self.rollout.cache_gigabytes is None and self.device.type == "cpu":
             return 1.0
         return self.rollout.cache_gigabytes
@@ -77,7 +79,7 @@ class EngineSetup:
             )
 
     def skeleton(self) -> PreTrainedModel:
-        """The model on "meta": its configuration, and the names and shapes of its weights."""
+        """The model on the device "meta", which has names and shapes of weights, but no values."""
         return skeleton_causal_lm(**self._model_arguments)
 
     @property
@@ -87,19 +89,24 @@ class EngineSetup:
         overrides = dict(section.override_config or {})
         has_file = (Path(section.path) / "config.json").is_file()
         if has_file and not load_config(**self._model_arguments).tie_word_embeddings:
-            # `load_config` reads the weights. config.json may claim a tie that they do not have.
+            # config.json may say that head and embedding are tied although the files have different
+            # weights. `load_config` looks at the files, but the engine would believe config.json.
             overrides["tie_word_embeddings"] = False
         return overrides
 
     def load_copy(self, attention: str) -> PreTrainedModel:
-        """The model that the actor started from, with all of its weights."""
+        """Load the model that the actor started from, with all weights.
+
+        Args:
+            attention: name of the attention, as in transformers.
+        """
         return load_causal_lm(
             **self._model_arguments, dtype=self.dtype, device=self.device, attention=attention
         )
 
     @property
     def _model_arguments(self) -> dict[str, Any]:
-        """Arguments that all functions have that load the model."""
+        """Arguments that all loading functions of `quadriga.models.load` take."""
         section = self.config.actor_rollout_ref.model
         return {
             "path": section.path,

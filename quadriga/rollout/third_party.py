@@ -39,7 +39,7 @@ from quadriga.weight_sync.publish import name_some
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 """Our finish reason, by the libraries' name. Other names are unknown."""
-_LOG = "Its own message is in the log above."
+_LOG = "Its own message is in the log above."  # advice in errors about a library
 Result = TypeVar("Result")
 SEED_BITS = 63
 """Bits of a seed: the libraries take signed numbers of 64 bits."""
@@ -55,17 +55,20 @@ _ENVIRONMENT_LOCK = threading.RLock()
 def process_environment(num_processes: int, **variables: str) -> Iterator[None]:
     """Context manager: set the environment of processes that are started inside.
 
+    On exit, the environment of this process is as before.
+
     Args:
-        num_processes: number of processes that share this one's threads; 0: do not limit them.
+        num_processes: number of processes that share this process's threads: each gets its part as
+            `OMP_NUM_THREADS`. 0: the variable stays as it is.
         variables: other variables to set.
     """
     with _ENVIRONMENT_LOCK:
         if num_processes:
-            # OpenMP also allows a list with a number for each nested level, as in "4,2".
+            # OpenMP also allows a number for each nested level, as in "4,2". torch has read it.
             setting = os.environ.get("OMP_NUM_THREADS", "")
             num_threads = int(setting) if setting.isdecimal() else torch.get_num_threads()
             variables["OMP_NUM_THREADS"] = str(max(1, num_threads // num_processes))
-        # Processes inherit the environment when they start, so it is set only meanwhile.
+        # Processes inherit the environment when they start, so it is changed only inside.
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:
@@ -79,7 +82,7 @@ def process_environment(num_processes: int, **variables: str) -> Iterator[None]:
 
 
 def image_data_urls(images: Images, engine: str) -> list[str]:
-    """The images of a prompt as `data:` URLs of PNG files.
+    """Images of a prompt as `data:` URLs of PNG files.
 
     Args:
         images: images of the prompt.
@@ -106,7 +109,9 @@ def image_data_urls(images: Images, engine: str) -> list[str]:
 
 
 class ThirdPartyEngine(RolloutEngine):
-    """An engine that starts without weights. Subclasses implement `load_weights` within `_loading`.
+    """An engine that starts without weights, so that its `weight_version` is -1 until a load.
+
+    Subclasses implement `load_weights`, and load inside the context manager `_loading`.
 
     Args:
         manifest: the weights that make the model complete.
@@ -128,12 +133,16 @@ class ThirdPartyEngine(RolloutEngine):
     def _loading(self, version: int) -> Iterator[list[dict[str, str]]]:
         """Context manager in which a subclass loads weights. After an error the version is -1.
 
+        Args:
+            version: version of the weights.
+
         Yields:
-            An empty list, to which the block adds the fingerprints of the weights that each process
-            of the engine received.
+            An empty list. The block adds a dictionary for each process of the engine, with the
+            fingerprints of the weights that the process received, by name.
 
         Raises:
-            WeightSyncError: the library's error, or that the processes received different weights.
+            WeightSyncError: the library refused the weights, or its processes received different
+                ones.
         """
         self._require_open("load_weights")
         self.weight_version = -1
@@ -144,7 +153,7 @@ class ThirdPartyEngine(RolloutEngine):
         except Exception as error:  # failures of third-party engines have no class in common
             if isinstance(error, QuadrigaError) and not isinstance(error, RolloutError):
                 raise
-            # A RolloutError has the library's message in `got`.
+            # Our RolloutErrors about the library have its message in `got`.
             reason = error.got if isinstance(error, RolloutError) else first_line(error)
             raise WeightSyncError(
                 where,
@@ -167,7 +176,7 @@ class ThirdPartyEngine(RolloutEngine):
     def _require_ready(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> None:
-        """Check the arguments of a batch, also against `max_model_len`.
+        """Check the engine and the arguments of a batch, including `max_model_len`.
 
         Args:
             prompts: token ids of each prompt.
@@ -191,26 +200,28 @@ def require_device_memory(
         total_bytes: bytes of the device.
         used_bytes: bytes that this process's tensors hold before the engine starts.
         other_bytes: bytes that anything else holds: other programs, CUDA contexts and NCCL.
-        later_bytes: bytes that training will take besides, and keep while the engine generates.
+        later_bytes: bytes that training will take later, and then keep while the engine generates:
+            AdamW's moments.
         share: share of `total_bytes` for the engine: `gpu_memory_utilization`.
 
     Raises:
-        ConfigError: says what holds the memory, and which share is possible.
+        ConfigError: too little is left. The error says what holds the memory, and which share is
+            possible.
     """
+    gib = 1 << 30
     training_bytes = used_bytes + later_bytes
     taken_bytes = training_bytes + other_bytes
     if taken_bytes + share * total_bytes <= total_bytes:
         return
-    gib = 1 << 30
-    training = f"training keeps {training_bytes / gib:.1f}"
+    training_text = f"training keeps {training_bytes / gib:.1f}"
     if later_bytes:
-        training += f" ({later_bytes / gib:.1f} of it AdamW's moments from the first step on)"
-    # Rounded down, so that the advice is possible.
+        training_text += f" ({later_bytes / gib:.1f} of it AdamW's moments from the first step on)"
+    # Rounded down, so that the share in the error is possible.
     possible_share = int(max(0.0, 1 - taken_bytes / total_bytes) * 100) / 100
     raise ConfigError(
         "actor_rollout_ref.rollout.gpu_memory_utilization",
         got=f"{share:g}, which is {share * total_bytes / gib:.1f} GiB of {total_bytes / gib:.1f}, while"
-        f" {training}, and other programs, CUDA and NCCL hold {other_bytes / gib:.1f}",
+        f" {training_text}, and other programs, CUDA and NCCL hold {other_bytes / gib:.1f}",
         expected=f"at most {possible_share:g}",
         fix="Lower it, end other programs on the GPU (`nvidia-smi` lists them), give the rollout a"
         " pool of its own (trainer.placement), or let more ranks share the weights (fsdp_size).",
@@ -229,7 +240,7 @@ def start_error(name: str, title: str, problem: str) -> RolloutError:
         f"rollout.name={name}, at its start",
         got=problem,
         expected=f"a model and settings that {title} takes",
-        fix=f"See max_model_len, cache_gigabytes and engine_kwargs.{name} of"
+        fix=f"Check max_model_len, cache_gigabytes and engine_kwargs.{name} of"
         f" actor_rollout_ref.rollout; {title}'s own traceback is above.",
     )
 
@@ -246,7 +257,7 @@ def engine_lost_error(name: str, title: str, event: str) -> EngineLostError:
         f"{name}.generate",
         got=f"{title}, which {event}",
         expected="responses",
-        fix=f"{_LOG} Less memory: lower actor_rollout_ref.rollout.max_num_seqs,"
+        fix=f"{_LOG} If it lacked memory, lower actor_rollout_ref.rollout.max_num_seqs,"
         " max_num_batched_tokens or gpu_memory_utilization.",
     )
 
@@ -281,7 +292,7 @@ def results_of(futures: Sequence[Future[Result]]) -> list[Result]:
         The results, in order.
     """
     try:
-        # The first error may be any request's, not that of the first one.
+        # The wait ends with the first error, of whichever request, or when all are done.
         for future in wait(futures, return_when=FIRST_EXCEPTION).done:
             future.result()
         return [future.result() for future in futures]
@@ -291,7 +302,7 @@ def results_of(futures: Sequence[Future[Result]]) -> list[Result]:
 
 
 def has_filters(sampling: SamplingParams) -> bool:
-    """Whether some tokens cannot be drawn. The likeliest one always can."""
+    """Whether top-k, top-p or min-p exclude tokens. Greedy sampling counts as without filters."""
     if sampling.is_greedy:
         return False
     return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
@@ -300,20 +311,21 @@ def has_filters(sampling: SamplingParams) -> bool:
 def split_log_probs(
     reported: list[float], sampling: SamplingParams, log_probs_of: LogProbsOf
 ) -> tuple[list[float], list[float]]:
-    """Log-probabilities before and after filters, from the only kind that an engine reports.
+    """Derive log-probabilities before and after filters from the one kind that an engine reports.
 
     Args:
         reported: the reported log-probability of each token.
         sampling: how the response was sampled.
-        log_probs_of: the distribution of the reported log-probabilities.
+        log_probs_of: distribution of the reported log-probabilities.
 
     Returns:
-        `Completion.log_probs`, all NaN if they cannot be derived, and
+        `Completion.log_probs`, all NaN if they cannot be derived; and
         `Completion.sampling_log_probs`, empty if they cannot be derived.
     """
     is_filtered = has_filters(sampling)
     unknown = [math.nan] * len(reported)
     if log_probs_of == "processed_logprobs":
+        # Temperature and filters have been applied. Without filters both kinds are the same.
         return unknown if is_filtered else reported, list(reported)
     # Raw log-probabilities are at temperature 1, but training divides logits by the temperature.
     if not sampling.is_greedy and sampling.temperature != 1:
@@ -322,9 +334,9 @@ def split_log_probs(
 
 
 def require_known_experts(name: str, model: PreTrainedModel, known: Collection[str] = ()) -> None:
-    """Refuse a mixture of experts if the library may ignore its new weights.
+    """Refuse a mixture of experts if the library may ignore new weights of the experts.
 
-    Some libraries take such weights without an error, but do not compute with them.
+    Some libraries load such weights without an error, but go on to compute with the old ones.
 
     Args:
         name: name of the engine.

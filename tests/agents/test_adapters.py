@@ -79,7 +79,7 @@ def test_an_agent_reads_what_it_has_not_read() -> None:
 
 def test_another_number_of_agents_is_refused_by_the_game() -> None:
     environment = TextArenaEnvironment(EnvironmentSpec("textarena:TicTacToe-v0"), "TicTacToe-v0")
-    with pytest.raises(RolloutError, match=r"has to be 2, received 1.*env.agents has a player"):
+    with pytest.raises(RolloutError, match=r"has to be 2, received 1.*Set env.agents to a list"):
         environment.reset(3, {})
 
 

@@ -54,7 +54,7 @@ class Sample:
     """A row of the batch, as a loop sees it."""
 
     row: int  # number of the row in the batch
-    uid: str  # of its prompt
+    uid: str  # id of the prompt, which all responses to it share
     prompt_ids: list[int]  # token ids of the prompt as the data set rendered it
     messages: list[dict[str, Any]] | None  # of the prompt; None if the data does not have them
     # Every non-tensor of the row, including `tools_kwargs`, `interaction_kwargs` and `extra_info`.
@@ -73,8 +73,8 @@ class Turn:
     text: str  # special tokens included, for parsers
     seconds: float  # time that the turn took
     finish_reason: str = ""  # of the engine; "" if the model did not write the turn
-    tool_responses: tuple[ToolResult, ...] = ()  # one for each call of the turn before
-    # Messages of the turn. Empty: one message, with the role and the text.
+    tool_responses: tuple[ToolResult, ...] = ()  # one for each call in the model's turn before it
+    # Messages of the turn. Empty: the turn is one message, with `role` and `text`.
     messages: Sequence[dict[str, Any]] = ()
 
 
@@ -83,19 +83,19 @@ class LengthLimits:
     """Limits on the length of a conversation."""
 
     prompt_tokens: int  # P, tokens of the prompt
-    response_tokens: int  # T, tokens of everything behind it
-    total_tokens: int  # both together, as the engine takes them
-    assistant_turns: float = math.inf  # of the model
-    user_turns: float = math.inf  # of tools or the user
+    response_tokens: int  # T, tokens of everything behind the prompt
+    total_tokens: int  # tokens of prompt and response together, the engine's own limit
+    assistant_turns: float = math.inf  # number of turns of the model
+    user_turns: float = math.inf  # number of turns of tools or the user
 
 
 @dataclass
 class LoopTimer:
     """Time limit of a loop, shared by the conversations of its rollout."""
 
-    limit_s: float = 0.0  # time of the loop's own between two completions
+    limit_s: float = 0.0  # time that the loop may take between two completions, in seconds
     timeout: asyncio.Timeout | None = None  # None: the loop has no limit
-    num_in_engine: int = 0  # completions for which the loop waits
+    num_in_engine: int = 0  # completions for which the loop is waiting; the clock then stands still
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class LoopTimer:
             yield
         finally:
             self.num_in_engine -= 1
-            # Another conversation of the rollout may still wait for the engine.
+            # The clock stands still while another conversation of the rollout waits.
             if timeout is not None and not self.num_in_engine:
                 timeout.reschedule(asyncio.get_running_loop().time() + self.limit_s)
 
@@ -124,7 +124,7 @@ class Conversation:
     engine: RolloutEngine  # generates the model's turns
     encoder: "TurnEncoder"  # renders the other turns
     sample: Sample  # the row of the batch
-    sampling: SamplingParams  # its `seed` is the conversation's
+    sampling: SamplingParams  # `complete` derives the seeds of later completions from its `seed`
     limits: LengthLimits  # on tokens and turns
     prompt_ids: list[int] = field(init=False)  # the prompt that the engine receives
     # Five lists with a value for each token of the response.
@@ -132,7 +132,8 @@ class Conversation:
     mask: list[int] = field(default_factory=list)  # 1 on tokens of the model
     log_probs: list[float] = field(default_factory=list)  # 0.0 on tokens of tools and users
     versions: list[int] = field(default_factory=list)  # of the weights; -1 for tools and users
-    echo_mask: list[int] = field(default_factory=list)  # 1 on others' tokens with their own loss
+    # 1 on tokens of tools and users that have a loss of their own (`TurnEncoder.echo_roles`).
+    echo_mask: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)  # of the response
     # Turns after the model's last one; their tokens are not in the response.
     unread: list[Turn] = field(default_factory=list)
@@ -141,7 +142,7 @@ class Conversation:
     finish_reason: str = ""  # why the conversation ended; "" while it goes on
     failure: str = ""  # the error that ended it; "" without an error
     activity: str = "not begun"  # current activity, for reports on long waits; "" after the end
-    # Rewards of tools by name; of a loop with a `quadriga_form`, the reward of each call.
+    # Rewards of tools by name. A loop written for verl gives a list with the reward of each call.
     tool_rewards: dict[str, float] | list[float] = field(default_factory=dict)
     turn_scores: list[float] = field(default_factory=list)  # scores of a user simulator, in order
     # Experts of the tokens that the model has read, [tokens, L, k] from the prompt on. None: unknown.
@@ -150,7 +151,7 @@ class Conversation:
     extra_fields: dict[str, Any] = field(default_factory=dict)
     # Reward of each turn of the model; the score includes them. Empty: there is only the score.
     turn_rewards: list[float] = field(default_factory=list)
-    # States of an environment by number of the model's turn, counted from 0.
+    # State of the environment before each turn of the model, by number of the turn, from 0.
     states: dict[int, str] = field(default_factory=dict)
     # Grade that the loop has given. None: a score function or a reward model grades.
     outcome: Outcome | None = None
@@ -174,8 +175,9 @@ class Conversation:
     def another(self, agent: str = "") -> "Conversation":
         """Begin a further conversation of the same rollout, which becomes a row of its own.
 
-        It has the same limits, its own seeds, and the prompt of this row until `begin` replaces it.
-        If the loop sets no `outcome`, it gets the grade of the rollout's first conversation.
+        The new conversation has the same limits, its own seeds, and the data's prompt of this row
+        until `begin` replaces the prompt. If the loop does not set its `outcome`, it gets the grade
+        of the rollout's first conversation.
 
         Args:
             agent: name of the agent whose turns the model writes.
@@ -227,8 +229,10 @@ class Conversation:
             # The loop may also raise a TimeoutError of its own.
             if timer.timeout is None or not timer.timeout.expired():
                 raise
-            place = f"after turn {len(self.turns)} (actor_rollout_ref.rollout.agent.timeout_s)"
-            raise TimeoutError(f"the loop took over {limit_s:g} s by itself {place}") from error
+            raise TimeoutError(
+                f"the loop took over {limit_s:g} s by itself after turn {len(self.turns)}"
+                " (actor_rollout_ref.rollout.agent.timeout_s)"
+            ) from error
         finally:
             timer.timeout = None
 
@@ -245,10 +249,11 @@ class Conversation:
 
         Raises:
             ConversationOver: the prompt does not fit into `data.max_prompt_length`.
-            RolloutError: there are no messages, or the template leaves the tools out.
+            RolloutError: there are no messages, the template leaves the tools out, or a text-only
+                model is shown an image.
         """
         assert not self.turns, "a conversation begins before its first turn"
-        # Rendering needs the messages, of which `prompt_ids` are only the tokens.
+        # A prompt of the data is rendered already, but cannot be rendered again without messages.
         if messages is None:
             raise RolloutError(
                 f"conversation of row {self.sample.row}",
@@ -261,9 +266,9 @@ class Conversation:
             prompt_ids = self.expand_images((), prompt_ids, self.sample.images.pictures)
         self.messages = [dict(message) for message in messages]
         if len(prompt_ids) > self.limits.prompt_tokens:
-            tools = f" with {len(schemas)} tools" if schemas else ""
+            tools_text = f" with {len(schemas)} tools" if schemas else ""
             limit = f"data.max_prompt_length={self.limits.prompt_tokens}"
-            self.failure = f"prompt_length: {len(prompt_ids)} tokens{tools}, over {limit}"
+            self.failure = f"prompt_length: {len(prompt_ids)} tokens{tools_text}, over {limit}"
             raise ConversationOver(self.failure)
         self.prompt_ids = prompt_ids
 
@@ -278,15 +283,15 @@ class Conversation:
         return self.images_in(self.all_tokens)
 
     def images_in(self, tokens: Sequence[int]) -> Images | None:
-        """Images in a sequence of tokens, with the positions of all of them.
+        """Images in a sequence of tokens, with the positions of all its tokens.
 
         Args:
-            tokens: the beginning of the conversation, or this with other tokens after it.
+            tokens: the beginning of the conversation, perhaps with other text behind it.
 
         Returns:
             The images. None: there is only text.
         """
-        # The longest prefix that matches has the most images.
+        # The longest prefix that matches has all images of `tokens`; what follows it is text.
         for prefix, images in reversed(self._image_prefixes):
             if prefix == list(tokens[: len(prefix)]):
                 return images.followed_by(tokens[len(prefix) :])
@@ -299,13 +304,16 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """Number of tokens that still fit into the response."""
+        """Number of tokens that still fit into the response, by both limits on its length."""
         total = self.limits.total_tokens - len(self.prompt_ids)
         return min(self.limits.response_tokens, total) - len(self.token_ids)
 
     @property
     def turn_spans(self) -> list[tuple[int, int]]:
-        """Start and end of each turn of the model in the response; the end is exclusive."""
+        """Start and end of each turn of the model, as token numbers in the response.
+
+        The end is exclusive.
+        """
         spans = []
         start = 0
         for turn in self.turns:
@@ -326,6 +334,7 @@ class Conversation:
         for number, turn in enumerate(self.turns):
             if turn.role == "assistant":
                 observation = self.turns[number - 1].text if number else ""
+                # `self.states` counts only turns of the model, of which this is the next one.
                 states.append(self.states.get(len(states), observation))
         return states
 
@@ -358,7 +367,7 @@ class Conversation:
         started = time.perf_counter()
         completion = await self.complete(self.all_tokens, self.images, **changes)
         token_ids = list(completion.token_ids)
-        # Routes cover the whole conversation so far, so the latest ones replace the earlier.
+        # A completion has the routes of all tokens so far, so they replace the earlier ones.
         self.routes = completion.routes
         text = self.encoder.decode(token_ids, with_special=True)
         message = {
@@ -398,7 +407,7 @@ class Conversation:
             The engine's completion.
 
         Raises:
-            RolloutError: the engine failed.
+            RolloutError: the engine failed, or its completion does not fit into `max_tokens`.
         """
         number = self._num_completions
         self._num_completions += 1
@@ -420,7 +429,7 @@ class Conversation:
     def require_turns_left(self) -> None:
         """Check that the limits allow a turn of tools or the user, and a model's turn after it.
 
-        Call it before the work for such a turn begins.
+        Call it before tools are called for such a turn, because calls may have effects.
 
         Raises:
             ConversationOver: a limit on turns is reached.
@@ -443,7 +452,7 @@ class Conversation:
         Args:
             messages: messages of the role "tool", or of "user". Their content is text, or parts:
                 text and `{"type": "image", "image": ...}`, as in a row of the data.
-            tool_responses: the responses of which the messages are made.
+            tool_responses: the responses of which the messages are made; for metrics and traces.
             seconds: time that the turn took.
 
         Raises:
@@ -451,6 +460,7 @@ class Conversation:
                 an image after the model itself has written the token of images.
             RolloutError: the template does not take the messages, or a text-only model is shown an
                 image.
+            ToolFailedError: an image cannot be read.
         """
         self.require_turns_left()
         escaped, pictures = self.encoder.escape_messages(messages)
@@ -460,6 +470,7 @@ class Conversation:
             model_tokens = itertools.compress(self.token_ids, self.mask)
             token_ids = self.expand_images(self.all_tokens, token_ids, pictures, model_tokens)
 
+        # For parsers, user simulators and traces: the messages without their images.
         text_messages = []
         for message in escaped:
             content = message["content"]
@@ -475,12 +486,13 @@ class Conversation:
             tool_responses=tuple(tool_responses),
             messages=text_messages,
         )
-        # The turn is appended only if it fits as a whole, and the model can write at least a token.
+        # The turn must fit as a whole, and leave room for at least one token of the model.
         if len(token_ids) >= self.room:
             self.unread.append(turn)
             raise ConversationOver("length")
         echo_mask = []
-        # `content_mask` does not know the tokens of images, so that turns with images have no loss.
+        # A turn before the model's first one is like a part of the prompt, and has no loss. Nor has
+        # a turn with images, because `content_mask` does not know their tokens.
         if self.encoder.echo_roles and self.num_assistant_turns and not pictures:
             echo_mask = self.encoder.content_mask(escaped, len(token_ids))
         self.append_turn(turn, 0, [0.0] * len(token_ids), echo_mask=echo_mask)
@@ -494,8 +506,8 @@ class Conversation:
     ) -> list[int]:
         """Expand the token of each image in a turn to one token for each of its embeddings.
 
-        The images are stored, and passed to the engine with the later completions. Videos occur
-        only in the prompt.
+        The images are stored, and passed to the engine with the later completions. New videos
+        cannot be added; those of the prompt stay.
 
         Args:
             before: the tokens before the turn; empty for a prompt.
@@ -518,7 +530,7 @@ class Conversation:
                 where,
                 got="images in a later turn, or beside tools",
                 expected="text, or a vision-language model",
-                fix=f"Leave them out; {keys} must be set with such a model.",
+                fix=f"Leave the images out, or take a vision-language model and set {keys}.",
             )
         # The processor would take a token of images that the model has written for an image.
         if not set(model_tokens).isdisjoint(self.processor.media_ids):
@@ -527,7 +539,7 @@ class Conversation:
             raise ConversationOver(self.failure)
 
         # The processor needs all images of the conversation at once, and the conversation with one
-        # token for each of them.
+        # token for each of them (the short prompt).
         earlier = self.images_in(before)
         if earlier is None:
             short_prompt = [*before, *token_ids]
@@ -566,6 +578,7 @@ class Conversation:
         self.failure = failure or self.failure
         while self.turns:
             last = self.turns[-1]
+            # The engine may have aborted a turn before its first token; this turn is removed, too.
             if last.role == "assistant" and last.token_ids:
                 break
             self.turns.pop()
@@ -590,9 +603,9 @@ class Conversation:
 
         Args:
             turn: the turn.
-            mask_value: the mask of all of its tokens: 1 if the model wrote them, else 0.
-            log_probs: log-probabilities of its tokens.
-            versions: versions of the weights that drew them. Empty: -1 for each.
+            mask_value: the mask of all tokens of the turn: 1 if the model wrote them, else 0.
+            log_probs: log-probability of each token.
+            versions: version of the weights that drew each token. Empty: -1 for each.
             echo_mask: 1 on tokens with a loss of their own. Empty: 0 for each.
         """
         self.echo_mask += echo_mask or [0] * len(turn.token_ids)
@@ -628,7 +641,7 @@ class TurnEncoder:
                 "actor_rollout_ref.actor.echo_coeff",
                 got=f"{type(tokenizer).__name__}, which does not say where tokens stand in a text",
                 expected="a fast tokenizer (tokenizer.json)",
-                fix="Set it to 0.",
+                fix="Set echo_coeff to 0, or take a model with a tokenizer.json.",
             )
         self.echo_roles = frozenset(echo_roles)
         self.tokenizer = tokenizer
@@ -638,13 +651,13 @@ class TurnEncoder:
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special_texts = {str(token) for token in added_tokens if token.special}
         special_texts.update(tokenizer.all_special_tokens)
-        # An added token without a row of the embedding would be out of range.
+        # The embedding has no row for some added tokens, which the model therefore must not read.
         if vocabulary_size is not None:
             for text, token_id in tokenizer.get_added_vocab().items():
                 if token_id >= vocabulary_size:
                     special_texts.add(text)
-        # Longer ones first, since a token may begin with another one. A token of one character
-        # cannot be broken in two.
+        # `escape_text` breaks a token by a space after its first character, so a token of one
+        # character stays. Longer tokens come first, since they may contain shorter ones.
         breakable_texts = [text for text in special_texts if len(text) > 1]
         self._special_texts = sorted(breakable_texts, key=len, reverse=True)
         self._special_ids = frozenset(tokenizer.all_special_ids)
@@ -671,17 +684,17 @@ class TurnEncoder:
             raise RolloutError(
                 self._where,
                 got=f"a prompt that does not name the tools {', '.join(missing)}",
-                expected="one that writes `tools` into the prompt",
+                expected="a template that writes `tools` into the prompt",
                 fix=f"{_FIX_TEMPLATE} them, or describe the tools in a system message of the data.",
             )
         return self.encode([text])[0]
 
     def encode_turn(self, messages: Messages, model_turn: Sequence[int]) -> list[int]:
-        """Render and tokenize a turn of tools or the user, which stands between two of the model.
+        """Render and tokenize a turn of tools or the user, between two turns of the model.
 
         Args:
             messages: messages of tools or the user.
-            model_turn: tokens of the model's turn before them; empty if there is none.
+            model_turn: tokens of the model's turn before the messages; empty if there is none.
 
         Returns:
             Token ids of the messages, and of the beginning of the model's next turn.
@@ -698,8 +711,8 @@ class TurnEncoder:
         if not token_ids or not model_turn:
             return token_ids
 
-        # The template's first token closes the model's turn. It is left out if the model has
-        # written it, or has closed its turn with another special token.
+        # The text begins with the token that closes the model's turn. It is left out if the model
+        # has written it, or has closed its turn with another special token.
         last_written = model_turn[-1]
         is_closed = last_written == token_ids[0]
         if has_closing_token and {last_written, token_ids[0]} <= self._special_ids:
@@ -707,11 +720,13 @@ class TurnEncoder:
         return token_ids[1:] if is_closed else token_ids
 
     def content_mask(self, messages: Messages, num_tokens: int) -> list[int]:
-        """Mark the tokens that belong to contents of `echo_roles`, unlike those of the template.
+        """Mark the tokens of the contents of messages of `echo_roles`.
+
+        Tokens that the template writes around a content are not marked.
 
         Args:
             messages: messages of tools or the user.
-            num_tokens: number of token ids that `encode_turn` returned for them.
+            num_tokens: number of token ids that `encode_turn` returned for these messages.
 
         Returns:
             1 on tokens of contents and 0 on others, [num_tokens]. All are 0 if the template changes
@@ -720,6 +735,7 @@ class TurnEncoder:
         text, _ = self._render_turn(messages)
         spans = self._content_spans(messages, text)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        # A token counts if it lies in a content as a whole, and stands for at least one character.
         mask = [
             int(any(start <= first < last <= end for start, end in spans))
             for first, last in encoded["offset_mapping"]
@@ -735,31 +751,35 @@ class TurnEncoder:
             text: the text of the turn, from `_render_turn`.
 
         Returns:
-            Start and end of each content, in characters; none if the template changes what it
-            writes around contents with the contents.
+            Start and end of each content, in characters. Empty if the contents cannot be found,
+            because what the template writes around them depends on them.
         """
-        # Rendering probes instead of the contents shows what the template writes around them.
+        # The same messages with probes as contents show what the template writes around contents.
         probes = []
         for message in messages:
             is_text = isinstance(message["content"], str)
             probe = _PROBE if is_text else [{"type": "text", "text": _PROBE}]
             probes.append({**message, "content": probe})
-        first, *separators = map(re.escape, self._render_turn(probes)[0].split(_PROBE))
-        if len(separators) != len(messages):
+        probe_text, _ = self._render_turn(probes)
+        before, *behind = map(re.escape, probe_text.split(_PROBE))
+        if len(behind) != len(messages):
             return []
 
+        # A pattern with one group for each content, followed by what is written behind the content.
         parts = []
-        for message, separator in zip(messages, separators, strict=True):
-            # A content may itself contain what is written behind it, so the content is tried first.
+        for message, separator in zip(messages, behind, strict=True):
+            # The content itself is tried first, because it may contain the separator. A template
+            # may also change it, as by stripping it: then the text up to the separator is taken.
             content = message["content"]
             exact = re.escape(content) if isinstance(content, str) else ""
             parts.append(f"({exact}.*?|.*?){separator}")
         # Earlier parts are atomic groups, so that matching takes linear time.
         *earlier, last = parts
-        pattern = "".join((first, *(f"(?>{part})" for part in earlier), last))
+        pattern = "".join((before, *(f"(?>{part})" for part in earlier), last))
         match = re.fullmatch(pattern, text, re.DOTALL)
         if match is None:
             return []
+        # The first message has group 1: group 0 is the whole match.
         roles = enumerate((message["role"] for message in messages), start=1)
         return [match.span(group) for group, role in roles if role in self.echo_roles]
 
@@ -770,7 +790,8 @@ class TurnEncoder:
             messages: messages whose content is a text, or parts of type "text" and "image".
 
         Returns:
-            The messages with escaped texts and empty image parts, and the images in order.
+            The messages with escaped texts and with image parts that only have their type, and the
+            images in order.
         """
         escaped = []
         pictures = []
@@ -793,8 +814,8 @@ class TurnEncoder:
     def escape_text(self, text: str) -> str:
         """Write a space into every special token in a text, so that no tool can forge a turn.
 
-        The tokenizer then encodes it as ordinary text. Added tokens without a row of the model's
-        embedding are treated alike.
+        The tokenizer then encodes the token as ordinary text. Added tokens for which the model's
+        embedding has no row are broken as well.
         """
         for token in self._special_texts:
             if token in text:
@@ -814,12 +835,12 @@ class TurnEncoder:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not with_special))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Tokenize texts that a template has rendered, so that no special tokens are added."""
+        """Tokenize texts that a template has rendered, which have their special tokens already."""
         encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
         return encoded["input_ids"]
 
     def _require_role(self, role: str) -> None:
-        """Check that the template renders messages of a role, instead of leaving them out."""
+        """Raise a RolloutError if the template leaves out messages of a role."""
         probe = {"role": role, "content": _PROBE}
         if role == "tool":
             probe |= {"name": "probe", "tool_call_id": "call00000"}
@@ -838,8 +859,8 @@ class TurnEncoder:
             messages: messages of tools or the user.
 
         Returns:
-            The text, up to the beginning of the model's next turn, and whether it begins with the
-            end of the turn before.
+            The text, including the beginning of the model's next turn, and whether the text begins
+            with what closes the model's turn before.
         """
         # Schemas are left out: some templates write them beside the last message, but the prompt
         # has them already.
@@ -850,8 +871,10 @@ class TurnEncoder:
         except RolloutError:
             if messages[0]["role"] != "tool":
                 raise
+            # The template may refuse responses of tools after a turn that calls no tool.
             return self._render_after_calls(user, messages), False
         added_text = rendered.rpartition(_STAND_IN)[2]
+        # What follows the stand-in if nothing comes after it is what closes the model's turn.
         closed_turn = self._render(start, add_generation_prompt=False)
         closing_text = closed_turn.rpartition(_STAND_IN)[2]
         return added_text, bool(closing_text.strip())
@@ -866,7 +889,8 @@ class TurnEncoder:
             messages: the responses.
 
         Returns:
-            The text, without the end of the call.
+            The text, beginning with the special token that ends the last call, or else with the one
+            that begins the first response.
         """
         calls = []
         for message in messages:
@@ -874,7 +898,8 @@ class TurnEncoder:
             calls.append({"id": message["tool_call_id"], "type": "function", "function": function})
         calling_turn = {"role": "assistant", "content": "", "tool_calls": calls}
         after = self._render([user, calling_turn, *messages]).rpartition(_STAND_IN)[2]
-        # The end of the call follows the stand-in; the next special token begins the response.
+        # The stand-in is the last argument of the last call. Whatever closes the arguments is left
+        # out up to the first special token, because the model has written it.
         places = [after.find(token) for token in self._special_texts]
         start = min((place for place in places if place >= 0), default=0)
         return after[start:]
@@ -890,7 +915,8 @@ class TurnEncoder:
         Args:
             messages: the messages.
             schemas: schemas of tools to offer.
-            add_generation_prompt: whether the text ends with the beginning of the model's turn.
+            add_generation_prompt: whether the text ends with the beginning of the model's turn. If
+                the last message is the model's own, the text ends within this message instead.
 
         Raises:
             RolloutError: the template raised an error.
@@ -901,12 +927,11 @@ class TurnEncoder:
             **self.template_kwargs,
         }
         # The model continues a prompt that ends within its own turn.
-        if schemas and ends_with_assistant(messages):
+        if add_generation_prompt and ends_with_assistant(messages):
             options |= CONTINUING
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        except Exception as error:
-            # A template is a program of the model's author, which may raise any error.
+        except Exception as error:  # a template is a program, which may raise any error
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise RolloutError(
                 self._where,

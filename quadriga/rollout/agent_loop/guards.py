@@ -23,12 +23,12 @@ from quadriga.streams import relay
 
 logger = logging.getLogger(__name__)
 
-# Limits on the output of loops, tools and user simulators that is shown, in characters.
+# Limits on the shown output of loops, tools and user simulators, in characters.
 CONVERSATION_CHARS = 4096
 BATCH_CHARS = 65536
 
-# Number of characters that the conversation of the running task has printed. It is the only entry
-# of a list, which all tasks and threads of the conversation share. None: no conversation runs.
+# A list whose only entry is the number of characters that the conversation of the running task has
+# printed. All tasks and threads of the conversation share the list. None: no conversation runs.
 num_printed: ContextVar[list[int] | None] = ContextVar("num_printed", default=None)
 
 _SIGNAL = signal.SIGVTALRM
@@ -45,24 +45,29 @@ class BoundedOutput(io.TextIOBase):
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.num_left_out = 0
-        self._room = BATCH_CHARS
+        self._room = BATCH_CHARS  # characters that the batch may still show
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text, of which the part beyond the limits of a conversation is left out."""
+        """Write a text up to the limits of the conversation, and leave out the rest.
+
+        Returns:
+            The length of the whole text, as if all of it were written.
+        """
         counter = num_printed.get()
         if counter is None:
             # No conversation runs, so the output is not limited.
             if self.stream is not None:
                 self.stream.write(text)
             return len(text)
-        limit = min(self._room, CONVERSATION_CHARS - counter[0])
-        shown_text = text[: max(0, limit)]
+        # What is left of the limits of the batch and the conversation; negative if it is exceeded.
+        num_left = min(self._room, CONVERSATION_CHARS - counter[0])
+        shown_text = text[: max(0, num_left)]
         counter[0] += len(text)
         self._room -= len(shown_text)
-        # `relay` returns False if the stream cannot show even the text within the limits.
+        # Counted in full first: `relay` returns False if the stream could not show anything.
         self.num_left_out += len(text)
         if relay(shown_text, self.stream):
             self.num_left_out -= len(shown_text)
@@ -76,7 +81,7 @@ class BoundedOutput(io.TextIOBase):
         return num_left_out
 
     def flush(self) -> None:
-        """Flush the stream. An error of the stream does not end a conversation."""
+        """Flush the stream. In a conversation, an error of the stream is ignored."""
         if num_printed.get() is not None:
             relay("", self.stream, flush=True)
         elif self.stream is not None:
@@ -90,7 +95,8 @@ class _ProcessState:
     """Standard streams and working directory of the process, which users' code may change.
 
     Batches of conversations may overlap: a stream of rollouts leads several at the same time. The
-    first one replaces the standard streams by bounded ones, and the last one restores them.
+    first batch replaces the standard streams by bounded ones, and the last one restores the
+    originals.
     """
 
     def __init__(self) -> None:
@@ -101,7 +107,7 @@ class _ProcessState:
         """Begin a batch: note what is to be restored, and bound the output of conversations."""
         with self._lock:
             if self._num_batches == 0:
-                # Opened, so that it can be restored even if it is renamed.
+                # A file descriptor leads back to the folder even if the folder is renamed.
                 self._folder = os.open(".", os.O_RDONLY)
                 self._streams = (sys.stdout, sys.stderr)
                 self._outputs = (BoundedOutput(sys.stdout), BoundedOutput(sys.stderr))
@@ -113,7 +119,7 @@ class _ProcessState:
         with self._lock:
             self._num_batches -= 1
             is_last = self._num_batches == 0
-            # Users' code may have replaced the streams.
+            # Set again after every batch, because users' code may have replaced the streams.
             sys.stdout, sys.stderr = self._streams if is_last else self._outputs
             num_left_out = sum(output.take_num_left_out() for output in self._outputs)
             if num_left_out:
@@ -149,11 +155,12 @@ def guard_users_code(limit_s: float) -> Iterator[None]:
     is_over = threading.Event()
 
     def interrupt(_: int, frame: FrameType | None) -> None:
-        """Raise an error if the signal has interrupted users' code; an engine may go on."""
+        """Handle the signal: raise an error in users' code, but let our own code go on."""
+        # The file and line of users' code, as a text; "" if the frame is in none.
         place = place_of(frame, is_users=True)
         if place:
             raise TimeoutError(
-                f"the loop blocks all conversations for {limit_s:g} s{place}; it should `await`"
+                f"the loop blocks all conversations for {limit_s:g} s{place}; `await` the slow call"
             )
 
     def watch(loop: asyncio.AbstractEventLoop) -> None:
@@ -166,7 +173,8 @@ def guard_users_code(limit_s: float) -> Iterator[None]:
                 signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
 
     if threading.current_thread() is threading.main_thread():
-        # The handler stays after the batch: by default, a signal that comes late ends the process.
+        # The handler stays after the batch. Without one, a signal that comes late would end the
+        # process.
         signal.signal(_SIGNAL, interrupt)
         loop = asyncio.get_running_loop()
         threading.Thread(target=watch, args=(loop,), daemon=True).start()

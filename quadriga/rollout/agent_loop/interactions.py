@@ -68,7 +68,7 @@ class Interaction(ABC):
         return None
 
 
-# By name, a function that makes the object of a conversation.
+# Functions that make the object of a conversation, by the name of the user simulator.
 Interactions: TypeAlias = dict[str, Callable[[], Interaction]]
 
 
@@ -96,10 +96,11 @@ class UserSimulator:
     ) -> None:
         self.name = kwargs["name"]
         if self.name not in interactions:
-            expected = "none: no interaction is configured"
+            expected = "no name, because no interaction is configured"
             if interactions:
                 expected = f"one of {', '.join(interactions)}"
-            fix = "Set actor_rollout_ref.rollout.multi_turn.interaction_config_path to a file that has it."
+            key = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+            fix = f"Correct the row, or set {key} to a file that has it."
             raise RolloutError("interaction_kwargs.name", repr(self.name), expected, fix)
         self._make = interactions[self.name]
         self._thread = thread
@@ -108,8 +109,8 @@ class UserSimulator:
         del self._kwargs["name"]
 
     async def __aenter__(self) -> "UserSimulator":
-        where = f"interaction {self.name}, made"
-        # The constructor is users' code, too.
+        where = f"interaction {self.name}, constructor"
+        # The constructor is users' code, too, and may take long.
         self._interaction = await self._thread.call(where, self._make, {}, self._timeout_s)
         await self._call("start_interaction", **self._kwargs)
         return self
@@ -123,7 +124,7 @@ class UserSimulator:
         Raises:
             ToolFailedError: the user simulator raised, took too long, or did not return a `Reply`.
         """
-        # Users' code may change its arguments.
+        # Copies, because users' code may change its arguments.
         copies = [dict(message) for message in messages]
         reply = await self._call("generate_response", messages=copies)
         where = f"interaction {self.name}, generate_response"

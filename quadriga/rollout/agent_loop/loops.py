@@ -96,11 +96,16 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
             require_methods(cls, AgentLoop, where, RolloutError)
             class_name = cls.__qualname__
             # A file that is loaded again defines its classes anew, so a class of the same module and
-            # name may replace the registered one.
+            # name may replace the registered one. If the name is free, this is `cls` itself.
             registered = self.get(name, cls)
             owner = f"{registered.__module__}.{registered.__qualname__}"
             if owner != f"{cls.__module__}.{class_name}":
-                raise RolloutError(where, got=class_name, expected=f"a free name, it is {owner}'s")
+                raise RolloutError(
+                    where,
+                    got=class_name,
+                    expected=f"a free name: {owner} has this one",
+                    fix="Register the class under another name.",
+                )
             self[name] = cls
             return cls
 
@@ -143,12 +148,12 @@ def load_loops(path: str) -> None:
     for entry in entries:
         place = f"{where}, {entry.name}"
         user_class = load_class(entry.target, file.parent, object, place)
-        # A class with verl's interface has an attribute with the `AgentLoop` that wraps it.
+        # A class written for verl has this attribute, the `AgentLoop` that wraps the class.
         cls = getattr(user_class, "quadriga_form", user_class)
         if not issubclass(cls, AgentLoop):
             raise ConfigError(place, got=entry.target, expected="a subclass of AgentLoop")
-        # Further keys of the entry are arguments of `__init__`. Loops are made without them, so a
-        # subclass binds them.
+        # Further keys of the entry are arguments of `__init__`. The manager makes loops from
+        # `services` alone, so a subclass with the same name binds these arguments.
         members = {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
@@ -200,7 +205,7 @@ class ToolAgent(AgentLoop):
             try:
                 await self._take_turns(chat, tools, user)
             except ConversationOver as over:
-                # Not raised further: a conversation that reached a limit gets its tool rewards too.
+                # Caught, so that a conversation that reached a limit gets its tool rewards too.
                 chat.finish_reason = over.reason
             chat.tool_rewards = await tools.rewards()
 
@@ -211,11 +216,12 @@ class ToolAgent(AgentLoop):
 
         Args:
             chat: the conversation.
-            tools: its tools.
-            user: its user simulator; None: there is none.
+            tools: the tools of the conversation.
+            user: the user simulator of the conversation; None: there is none.
 
         Raises:
             ConversationOver: a limit is reached, or the user simulator has ended the conversation.
+            ToolFailedError: a tool or the user simulator failed by itself.
         """
         tools_by_name = self.services.tools
         parameters = {name: spec.parameters for name, spec in tools_by_name.items()}
@@ -242,14 +248,16 @@ class ToolAgent(AgentLoop):
             tools: the tools of the conversation.
         """
         started = time.perf_counter()
-        # Score functions read the calls in `solution_messages`; they are never rendered again.
+        # Score functions read the calls in `solution_messages`. The template does not render them:
+        # the model's own tokens stay as they are.
         readable_calls = []
         for call in calls:
             if not call.problem:
                 function = {"name": call.name, "arguments": call.arguments}
                 readable_calls.append({"type": "function", "function": function})
         turn.messages[0]["tool_calls"] = readable_calls
-        # Calls may have effects: none is made whose response could not be appended.
+        # Checked before the calls are made, because calls whose responses cannot be appended might
+        # still have effects.
         chat.require_turns_left()
         responses = await tools.call_all(calls)
         chat.append(
@@ -263,13 +271,14 @@ class ToolAgent(AgentLoop):
 
         Args:
             chat: the conversation.
-            user: its user simulator.
+            user: the user simulator of the conversation.
 
         Raises:
             ConversationOver: the user simulator ends the conversation, or a limit is reached.
         """
         started = time.perf_counter()
-        # Unlike tools, it is asked before the limits are checked: it also scores the last turn.
+        # Unlike tools, the simulator is asked before `append` checks the limits, because it also
+        # scores the last turn.
         reply = await user.reply(chat.messages)
         if reply.score is not None:
             chat.turn_scores.append(reply.score)
@@ -290,7 +299,8 @@ def parser_of(name: str) -> Parser:
             "multi_turn.format",
             got=repr(name),
             expected=f"one of {', '.join(PARSERS)}",
-            fix="The file of agent.agent_loop_path adds its own to quadriga.rollout.agent_loop.parsers.PARSERS.",
+            fix="For another format, add a parser to quadriga.rollout.agent_loop.parsers.PARSERS"
+            " in the file agent.agent_loop_path.",
         )
     return PARSERS[name]
 
@@ -305,7 +315,7 @@ def tool_messages(chat: Conversation, responses: Sequence[ToolResult]) -> list[d
     Returns:
         A message for each response.
     """
-    # Templates may need an id for each call: its number among the calls of the conversation.
+    # Some templates need an id for each call. It is the call's number in the conversation.
     first_number = sum(len(earlier.tool_responses) for earlier in chat.turns)
     return [
         {

@@ -73,15 +73,15 @@ logger = logging.getLogger(__name__)
 
 # Grades a conversation by the row that `graded_row` makes of it.
 Grade: TypeAlias = Callable[[dict[str, Any]], Awaitable[Outcome]]
-# Number of failed conversations in a row that stops the run. They are counted in the order of the
-# rows, over batches, and looked at when a batch has ended: a later conversation that succeeds shows
-# that tools work. Counted earlier, in the order in which conversations end, failures would often be
-# in a row in runs that go well, because a conversation that fails ends sooner than one that does not.
+# Number of failed conversations in a row that stops the run. Failures are counted when a batch has
+# ended, in the order of its rows, and on from batch to batch. In the order in which conversations
+# end, failures would often be in a row in runs that go well, because a conversation that fails ends
+# sooner than others.
 MAX_FAILURES_IN_A_ROW = 64
 
 # Finish reasons are a column of the batch, so a longer message of an error is cut.
 _MAX_REASON_CHARACTERS = 2000
-# Columns of the batch that are attributes of `Conversation`, beside "num_turns".
+# Attributes of `Conversation` that are columns of the batch under the same names.
 _CONVERSATION_COLUMNS = (
     "finish_reason",
     "tool_rewards",
@@ -108,7 +108,8 @@ class AgentLoopManager:
         processor: processor of a vision-language model. Later turns may then show images, and the
             rows have `multi_modal_inputs`.
         vocabulary_size: rows of the model's embedding. None: every token has a row.
-        environments: pool of the environment `env.name`, closed with the manager. None: none.
+        environments: pool of the environment `env.name`, which `close` ends too. None: there is
+            no environment.
         echo_roles: roles whose tokens have a loss of their own; batches get `echo_mask`.
 
     Raises:
@@ -147,7 +148,7 @@ class AgentLoopManager:
         self._runner = asyncio.Runner()
         self._loops: dict[str, AgentLoop] = {}
         self._num_failed_in_a_row = 0
-        # After an error nobody has an object to close, but the servers and the thread run.
+        # After an error the caller has no object to close, but the servers and the thread run.
         try:
             if config.agent.agent_loop_path is not None:
                 load_loops(config.agent.agent_loop_path)
@@ -170,6 +171,7 @@ class AgentLoopManager:
         if not servers:
             return ""
         text = f"MCP servers {', '.join(server.name for server in servers)}"
+        # Only a server that is started here, by a command, has a standard error.
         for folder in {server.log.parent for server in servers if server.entry.command is not None}:
             text += f"; standard error in {folder}/mcp-*.log"
         return text
@@ -185,8 +187,8 @@ class AgentLoopManager:
     ) -> DataProto:
         """Lead a conversation for each row of a batch, and wait until all of them have ended.
 
-        In a coroutine, await `lead` instead. A tool that fails ends only its own row, whose
-        `finish_reason` says why.
+        In a coroutine, await `lead` instead. A tool that fails ends only the row that called it,
+        whose `finish_reason` says why.
 
         Args:
             engine: the engine that generates the model's turns.
@@ -257,6 +259,7 @@ class AgentLoopManager:
         except BaseExceptionGroup as errors:
             # The first error has cancelled the other conversations, so it is the only cause.
             first_error = errors.exceptions[0]
+            # Without the group, which would be shown as the cause.
             raise first_error from first_error.__cause__
         finally:
             # A loop may have begun further conversations, each of which is a row.
@@ -280,7 +283,7 @@ class AgentLoopManager:
         """Stop the MCP servers, the thread in which tools run, and the environments."""
         self._thread.close()
         off_the_loop(self._runner.close)
-        # Only now: conversations that the runner has cancelled still had to leave their episodes.
+        # Last, because conversations that `_runner.close` cancels still end their episodes.
         if self._environments is not None:
             self._environments.close()
 
@@ -289,13 +292,14 @@ class AgentLoopManager:
 
         Args:
             chat: first conversation of the rollout, which the loop receives.
-            grade: grades the rollout unless its loop has. None: it is graded later.
+            grade: grades the rollout unless its loop has done so. None: the trainer grades it.
         """
         await self._run_loop(chat)
         for row in chat.rollout[1:]:
             row.finish(row.finish_reason or chat.finish_reason)
         ungraded_rows = [row for row in chat.rows if row.outcome is None]
-        # All conversations of a rollout that have no grade of their own share one.
+        # Conversations to which the loop has given no grade share that of the first conversation,
+        # or else one new grade.
         if ungraded_rows and grade is not None and chat.outcome is None:
             chat.activity = "being graded"
             chat.outcome = await grade(graded_row(ungraded_rows[0]))
@@ -304,16 +308,20 @@ class AgentLoopManager:
         chat.activity = ""
 
     async def _run_loop(self, chat: Conversation) -> None:
-        """Run the loop of a rollout, and finish its first conversation, also if the loop fails."""
+        """Run the loop of a rollout, and finish its first conversation, also if the loop fails.
+
+        Only errors of our own are raised. Those of tools, environments and users' loops end this
+        conversation, with the error in `finish_reason` and `failure`.
+        """
         sample = chat.sample
         try:
-            # The context variable is this task's own: its output now counts as the conversation's.
+            # What this task prints is counted from here on. Other tasks do not see this value.
             num_printed.set([0])
             if sample.agent not in self._loops:
                 self._loops[sample.agent] = REGISTRY[sample.agent](self.services)
             loop = self._loops[sample.agent]
-            # Built-in loops need no limit: the tools, user simulators and environments that they
-            # call have limits of their own.
+            # Loops with a `run` of ours need no time limit: the tools, user simulators and
+            # environments that they call have their own.
             built_in_runs = (SingleTurnAgent.run, ToolAgent.run, EnvironmentAgent.run)
             is_built_in = type(loop).run in built_in_runs
             timeout_s = self.config.agent.timeout_s
@@ -328,8 +336,8 @@ class AgentLoopManager:
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
-            # The task was cancelled because another one failed. Users' code may also raise this
-            # error by itself, which is a failure like others.
+            # Without `cancelling`, nobody has cancelled the task: users' code has raised a
+            # CancelledError, which is a failure like others.
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
                 raise
@@ -363,7 +371,7 @@ class AgentLoopManager:
                 "agent loop",
                 got=f"{self._num_failed_in_a_row} conversations in a row that failed",
                 expected="some that succeed",
-                fix=f"{first}\n{failed[0].failure}",
+                fix=f"Correct the tool or the loop. {first}\n{failed[0].failure}",
             )
         logger.warning("%d of %d conversations failed. %s", len(failed), len(chats), first)
 
@@ -376,7 +384,7 @@ def load_tools(
     Args:
         turns: `actor_rollout_ref.rollout.multi_turn`.
         thread: thread in which MCP servers are reached, and which stops them when it is closed.
-        log_dir: see `AgentLoopManager`.
+        log_dir: folder for the standard error of MCP servers. None: a temporary folder.
 
     Returns:
         The tools by name: functions first, then classes, then tools of MCP servers.
@@ -385,7 +393,7 @@ def load_tools(
         ConfigError: a file is invalid, or two tools have the same name.
         RolloutError: a function cannot be a tool, or a server cannot be reached.
     """
-    # The order of the tools is that in which the prompt describes them.
+    # The prompt describes the tools in this order.
     specs = []
     if turns.enable and turns.function_tool_path:
         specs += function_tools(turns.function_tool_path)
@@ -403,39 +411,42 @@ def load_tools(
 
 
 def offered_tools(config: RolloutConfig) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]:
-    """Find out which tools prompts will offer, before there are agent loops.
+    """Find out which tools prompts will offer, before agent loops are made.
 
-    MCP servers are started or reached to list their tools, and closed again.
+    MCP servers are started or reached to list their tools, and then closed.
 
     Returns:
         Schemas of the configured tools, and the names of the agent loops that offer them.
 
     Raises:
-        ConfigError, RolloutError: see `load_tools`.
+        ConfigError, RolloutError: the tools or the file of agent loops cannot be loaded; see
+            `load_tools` and `load_loops`.
     """
     if not config.multi_turn.enable:
         return (), frozenset()
     with TemporaryDirectory(prefix="quadriga-") as log_dir, closing(ToolThread()) as thread:
         tools = load_tools(config.multi_turn, thread, Path(log_dir))
     if tools and config.agent.agent_loop_path is not None:
+        # A user's loop may offer tools, too.
         load_loops(config.agent.agent_loop_path)
     agents = frozenset(name for name, loop in REGISTRY.items() if loop.offers_tools)
     return tuple(spec.schema for spec in tools.values()), agents
 
 
 async def _run_and_end_forks(loop: AgentLoop, chat: Conversation) -> None:
-    """Run a loop. If users' code forks in it, the child process ends when it returns here."""
+    """Run a loop. A child process that users' code has forked ends here."""
     pid = os.getpid()
     try:
         await loop.run(chat)
     finally:
         if os.getpid() != pid:
-            # The child must not go on: it would be a second trainer.
+            # In the child, which would go on as a second trainer.
             os._exit(1)
 
 
 def _progress_text(chats: Sequence[Conversation]) -> str:
     """Say how many conversations have ended, and what the others are doing."""
+    # A conversation that has ended has no activity.
     activities = Counter(chat.activity for chat in chats if chat.activity)
     pending = ", ".join(f"{count} {activity}" for activity, count in activities.most_common(6))
     return f"{len(chats) - activities.total()} ended, {pending}"
@@ -458,7 +469,7 @@ def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
     for row, token_ids in enumerate(batch["input_ids"]):
         columns = {name: column[row] for name, column in prompts.non_tensor_batch.items()}
         messages = columns.get("raw_prompt")
-        # Responses to the same prompt share its messages, and loops may change theirs.
+        # Copies, because the rows of a prompt share its messages, and a loop may change its own.
         if messages is not None:
             messages = [dict(message) for message in messages]
         is_prompt = batch["attention_mask"][row].bool()
@@ -484,7 +495,8 @@ def graded_row(chat: Conversation) -> dict[str, Any]:
 
     Returns:
         Arguments of a score function. `extra_info` has the entries of the data's `extra_info`, the
-        loop's `extra_fields`, and facts such as `num_turns` and `finish_reason`.
+        loop's `extra_fields`, and facts such as `num_turns` and `finish_reason`. If tools or users
+        have written tokens of the response, `POLICY_TEXT` has the text of the model alone.
     """
     columns = chat.sample.columns
     row = {
@@ -502,7 +514,6 @@ def graded_row(chat: Conversation) -> dict[str, Any]:
             "turn_scores": chat.turn_scores,
         },
     }
-    # Graders of the model's own text need it apart from that of tools and users.
     if not all(chat.mask):
         row[POLICY_TEXT] = policy_text(chat.encoder.tokenizer, chat.token_ids, chat.mask)
     return row
@@ -519,8 +530,8 @@ def to_batch(
         chats: B conversations that have ended.
         limits: P and T, in tokens.
         pad_token_id: the token that fills prompts on the left and responses on the right.
-        has_grades: whether there is a column `reward_outcome`, with the grades of the conversations
-            (None: graded later).
+        has_grades: whether to add a column `reward_outcome` with the grades of the conversations. A
+            grade that is None stays for the trainer to give.
 
     Returns:
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`,
@@ -528,13 +539,15 @@ def to_batch(
         [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`, `finish_reason`, `tool_rewards`,
         `turn_scores`, `solution_messages`, `turn_spans`, `turn_states`, `turn_rewards`, `agent`;
         `rollout_id` if the prompts have it, `reward_outcome` with `has_grades`,
-        `multi_modal_inputs` with a processor. If tokens of roles have a loss of their own, batch
-        `echo_mask` [B, T].
+        `multi_modal_inputs` with a processor. If tokens of tools or users have a loss of their own
+        (`echo_roles`), batch `echo_mask` [B, T].
     """
     # `Conversation.images` computes positions at each call, so it is read once.
     images = [chat.images for chat in chats]
     prompts = _prompt_columns(chats, images, limits, pad_token_id)
     position_ids = prompts["position_ids"]
+    # `append_responses` continues the positions of the prompt as for text, which is wrong behind
+    # images of later turns. So they are replaced below.
     tensors = append_responses(
         prompts | {"position_ids": position_ids[..., : limits.prompt_tokens]},
         [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats],
@@ -552,7 +565,7 @@ def to_batch(
 
     non_tensors = _conversation_columns(chats)
     if chats and chats[0].processor is not None:
-        inputs = [{} if shown is None else shown.inputs for shown in images]
+        inputs = [{} if row_images is None else row_images.inputs for row_images in images]
         non_tensors["multi_modal_inputs"] = object_array(inputs)
     if has_grades:
         non_tensors["reward_outcome"] = object_array(chat.outcome for chat in chats)
@@ -560,7 +573,7 @@ def to_batch(
 
 
 def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray]:
-    """Columns of objects [B] that describe the course of each conversation, and `rollout_id`."""
+    """Columns of objects [B]: attributes of the conversations, and the `rollout_id` of prompts."""
     columns = {"num_turns": object_array(len(chat.turns) for chat in chats)}
     for name in _CONVERSATION_COLUMNS:
         columns[name] = object_array(getattr(chat, name) for chat in chats)
@@ -592,7 +605,7 @@ def _prompt_columns(
     input_ids = torch.full((len(chats), limits.prompt_tokens), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
     positions = torch.zeros(len(chats), num_axes, length, dtype=torch.int64)
-    for row, (chat, shown) in enumerate(zip(chats, images, strict=True)):
+    for row, (chat, row_images) in enumerate(zip(chats, images, strict=True)):
         start = limits.prompt_tokens - len(chat.prompt_ids)
         if start < 0:
             raise RolloutError(
@@ -602,12 +615,12 @@ def _prompt_columns(
             )
         input_ids[row, start:] = torch.tensor(chat.prompt_ids)
         attention_mask[row, start:] = 1
-        if shown is None:
+        if row_images is None:
             positions[row, :, start:] = torch.arange(length - start)
         else:
-            # Positions of the padding on the right go on behind those of the last token.
-            padding = [pad_token_id] * (length - start - shown.position_ids.shape[1])
-            positions[row, :, start:] = shown.followed_by(padding).position_ids.cpu()
+            # The images have the positions of prompt and response. Those of the padding follow.
+            padding = [pad_token_id] * (length - start - row_images.position_ids.shape[1])
+            positions[row, :, start:] = row_images.followed_by(padding).position_ids.cpu()
     return {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
@@ -616,7 +629,7 @@ def _prompt_columns(
 
 
 def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metric]:
-    """Metrics of a batch of conversations, named as `generate_sequences` names its own.
+    """Metrics of a batch of conversations. Those of `generate_sequences` have the same names here.
 
     Args:
         chats: B conversations that have ended.
@@ -634,14 +647,14 @@ def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metri
     total_log_prob = sum(sum(chat.log_probs) for chat in chats)
     log_prob = total_log_prob / max(num_model_tokens, 1)
 
-    responses = []
-    tools_s = []  # seconds of each conversation in tools and user simulators
+    tool_responses = []
+    tools_s = []  # time of each conversation in tools and user simulators, in seconds
     for chat in chats:
         # Calls of unread turns were made, too.
         for turn in (*chat.turns, *chat.unread):
-            responses += turn.tool_responses
+            tool_responses += turn.tool_responses
         tools_s.append(sum(turn.seconds for turn in chat.turns if turn.role != "assistant"))
-    num_refused = sum(response.is_refused for response in responses)
+    num_refused = sum(response.is_refused for response in tool_responses)
     num_rows = len(chats)
     divisor = max(num_rows, 1)
     return {
@@ -651,7 +664,7 @@ def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metri
         "rollout/log_prob": Metric(log_prob, "mean", num_model_tokens),
         "rollout/length_share": Metric(num_cut / divisor, "mean", num_rows),
         "rollout/num_turns": Metric(num_turns / divisor, "mean", num_rows),
-        "rollout/num_tool_calls": Metric(len(responses), "sum"),
+        "rollout/num_tool_calls": Metric(len(tool_responses), "sum"),
         "rollout/num_refused_calls": Metric(num_refused, "sum"),
         "rollout/num_failures": Metric(num_failures, "sum"),
         "timing_s/tools": Metric(max(tools_s, default=0.0), "max"),
@@ -674,7 +687,7 @@ def write_trace(directory: str, chats: Sequence[Conversation], meta_info: dict[s
     is_validation = bool(meta_info.get("validate", False))
     lines = []
     for chat in chats:
-        # An error of another conversation has cancelled this one.
+        # Without a reason it has not ended: an error of another conversation has cancelled it.
         if not chat.finish_reason:
             continue
         outcome = chat.outcome
@@ -718,7 +731,7 @@ def _turn_record(turn: Turn) -> dict[str, Any]:
     record["seconds"] = round(turn.seconds, 6)
     calls = record.pop("tool_responses")
     for call in calls:
-        # Readers of traces know these names.
+        # "answer" and "calls" are part of the trace's format, which readers of traces know.
         call["answer"] = call.pop("text")
         call["seconds"] = round(call["seconds"], 6)
     if calls:

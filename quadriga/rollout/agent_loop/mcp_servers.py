@@ -37,7 +37,7 @@ from quadriga.rollout.agent_loop.tools import (
 )
 
 START_S = 60.0  # time limit for the start of a server, and for its end
-# The defaults of the package `mcp`.
+# Time limits of requests over HTTP, the same as those of the package `mcp`.
 CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 300.0
 LEAST_VERSION = 2  # of the package `mcp`
@@ -49,14 +49,14 @@ _SHOWN_BYTES = 1500  # of a server's standard error, in an error
 class Server:
     """An MCP server. Its methods run in the tool thread."""
 
-    name: str  # in the file of tools
-    entry: ServerEntry  # of the file: a program to start, or a URL to reach
-    folder: Path  # working directory of the program, if its entry has none
+    name: str  # name in the file of tools
+    entry: ServerEntry  # entry in the file of tools: a program to start, or a URL to reach
+    folder: Path  # working directory of the program, if the entry has none
     log: Path  # file for the standard error of the program
     package: Any  # the module `mcp`
     session: Any = None  # `mcp.ClientSession`, once connected
-    task: asyncio.Task[None] | None = None  # holds the connection open
-    closing: asyncio.Event = field(default_factory=asyncio.Event)  # ends the task
+    task: asyncio.Task[None] | None = None  # runs `_serve`, which holds the connection open
+    closing: asyncio.Event = field(default_factory=asyncio.Event)  # ends `task` when it is set
 
     async def connect(self) -> list[ToolSpec]:
         """Start or reach the server, and return its tools.
@@ -64,6 +64,7 @@ class Server:
         Raises:
             RolloutError: the server does not respond, or lacks a tool that the file names.
         """
+        # Text about the proxy through which the URL is reached; "" without a proxy.
         route = proxy_route(self.entry.url) if self.entry.url else ""
         trouble = proxy_trouble() if route else ""
         if trouble:
@@ -90,6 +91,7 @@ class Server:
                 f"MCP server {self.name}, tools",
                 got=", ".join(missing) or "none",
                 expected=f"some of {', '.join(server_names) or 'none: it has no tools'}",
+                fix="Correct `tools` of this server in the file of tools.",
             )
         return [self._spec_of(tool) for tool in tools if tool.name in selected_names]
 
@@ -101,7 +103,7 @@ class Server:
 
     @staticmethod
     def _start_failure(task: "asyncio.Task[None]") -> str:
-        """Say why a server has not listed its tools."""
+        """Say why a server has not listed its tools: the error of its task, or the time limit."""
         cause = task.exception() if task.done() and not task.cancelled() else None
         # anyio wraps the error in groups, one for each task group of the package.
         while isinstance(cause, BaseExceptionGroup):
@@ -115,7 +117,7 @@ class Server:
         parameters.pop("$schema", None)
         description = tool.description or tool.title or tool.name
         schema = function_schema(tool.name, description, parameters)
-        # All conversations share one session, so that objects have no state of their own.
+        # Objects of the tool have no state: all conversations share the session of the server.
         make = as_tool(partial(self._call_tool, tool.name))
         return ToolSpec(make, schema, validator_of(parameters), options={})
 
@@ -130,10 +132,10 @@ class Server:
             raise self._error("a server that has ended", "one that runs")
         call = asyncio.ensure_future(self.session.call_tool(tool, arguments))
         try:
-            # A call of the library waits forever if the server ends, but the server's task ends.
+            # If the server ends, the call would wait forever, but `self.task` ends.
             await asyncio.wait({call, self.task}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise self._error(f"its end during a call of {tool}", "a response")
+                raise self._error(f"the end of the server during a call of {tool}", "a response")
             error = call.exception()
             if error:
                 raise self._error(f"{type(error).__name__}: {error}", "a response") from error
@@ -161,7 +163,8 @@ class Server:
             if self.entry.url is None:
                 transport = self._start_program(stack)
             else:
-                # None: the package makes a client, which uses the proxies of the environment.
+                # None: the package makes a client, which uses the proxies of the environment. A
+                # server on this machine is reached without them.
                 client = None
                 if is_loopback(self.entry.url):
                     client = await stack.enter_async_context(
@@ -189,12 +192,19 @@ class Server:
             cwd=entry.cwd or str(self.folder),
         )
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.log.touch(0o600)  # a server may print secrets of its environment
+        # Only readable for the user, because a server may print secrets of its environment.
+        self.log.touch(0o600)
         log = stack.enter_context(self.log.open("a", encoding="utf-8"))
         return import_module("mcp.client.stdio").stdio_client(parameters, errlog=log)
 
     def _error(self, got: str, expected: str, fix: str = "") -> RolloutError:
-        """Make an error about the server that shows the end of its standard error."""
+        """Make an error about the server. Its advice ends with the last lines of the server's log.
+
+        Args:
+            got: what happened.
+            expected: what was expected instead.
+            fix: advice before the lines of the log.
+        """
         if self.log.is_file():
             tail = self.log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip()
             fix = f"{fix} Its standard error ({self.log}) ends with:\n{tail or 'nothing'}\n"
@@ -234,7 +244,7 @@ def server_tools(path: str, thread: ToolThread, log_dir: Path | None) -> list[To
     if log_dir is None:
         log_dir = Path(tempfile.mkdtemp(prefix="quadriga-"))
     for name, entry in entries.items():
-        # Each process starts its own servers, perhaps in the same folder.
+        # Each process starts its own servers, and all of them may write to the same folder.
         process = f"{socket.gethostname()}-{os.getpid()}"
         log = log_dir / f"mcp-{name.replace(os.sep, '_')}.{process}.log"
         server = Server(name, entry, folder, log, package)

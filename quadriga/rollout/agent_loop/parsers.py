@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 # JSON schema of the arguments of each tool, by the name of the tool.
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 
+# A call, and its closing tag: "" if the next call or the end of the text comes first.
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 # An element that is not closed ends with the text. If the search went on at the next beginning instead, a long text of
 # beginnings would take quadratic time.
@@ -26,9 +27,11 @@ _FUNCTION = re.compile(r"<function=([^<>\n]*)>(.*?)(?:</function>|\Z)", re.DOTAL
 _PARAMETER = re.compile(
     r"<parameter=([^<>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
 )
+# Key, value, and the closing tag of the value: "" if the text ends before it.
 _PAIR = re.compile(
     r"<arg_key>(.*?)(?:</arg_key>\s*+<arg_value>(.*?)(</arg_value>|\Z)|\Z)", re.DOTALL
 )
+# Name of the tool, the tag before the body, and the body; "" for both if the text ends before it.
 _HARMONY = re.compile(
     r"to=functions\.([\w.\-]++).*?(?:(<\|message\|>)(.*?)(?:<\|call\|>|<\|end\|>|<\|return\|>|\Z)|\Z)",
     re.DOTALL,
@@ -54,7 +57,10 @@ Parser: TypeAlias = Callable[[str, Schemas], list[ToolCall]]
 
 
 class _UnreadableError(Exception):
-    """A call cannot be read. Arguments: name of the tool if known, problem, text with the problem."""
+    """A call cannot be read.
+
+    Its `args` are the name of the tool ("" if it is not known), the problem, and the text to show.
+    """
 
 
 def _parse_blocks(
@@ -63,8 +69,8 @@ def _parse_blocks(
     """Parse the calls between the tags `<tool_call>` and `</tool_call>`.
 
     Args:
-        parse: makes a call of the text between the tags, or raises an `_UnreadableError`.
-        expected_form: what the model should write, for the problem of a call.
+        parse: reads a call from the text between the tags, or raises an `_UnreadableError`.
+        expected_form: what the model should have written, for the problem of a call.
         text: the model's turn.
         schemas: schemas of the arguments, by the name of the tool.
 
@@ -72,9 +78,9 @@ def _parse_blocks(
         The calls in their order.
     """
     calls = []
-    for body, end in _BLOCK.findall(text):
+    for body, closing_tag in _BLOCK.findall(text):
         try:
-            if not end:
+            if not closing_tag:
                 raise _UnreadableError("", "the tool call is not closed", body)
             calls.append(parse(body, schemas))
         except _UnreadableError as error:
@@ -83,7 +89,7 @@ def _parse_blocks(
 
 
 def _call_with_problem(error: _UnreadableError, expected_form: str) -> ToolCall:
-    """Make the `ToolCall` of a call that cannot be read, which shows the beginning of its text."""
+    """Make the `ToolCall` of a call that cannot be read. Its problem quotes the text, cut short."""
     name, problem, text = error.args
     shown = text.strip()
     if len(shown) > _MAX_SHOWN_CHARACTERS:
@@ -104,7 +110,7 @@ def _parse_qwen3_coder(body: str, schemas: Schemas) -> ToolCall:
     """Parse a call with tags for the function and each parameter, as Qwen3-Coder writes it."""
     function = _FUNCTION.search(body)
     if function is None:
-        return _tagged_call("", [], body, schemas)
+        return _tagged_call("", [], body, schemas)  # raises, because there is no name
     # The model writes a value between two line breaks, which are not part of it.
     pairs = [
         (key, value.removeprefix("\n").removesuffix("\n"))
@@ -118,7 +124,8 @@ def _parse_glm(body: str, schemas: Schemas) -> ToolCall:
     name = body.partition("<arg_key>")[0].strip()
     if "\n" in name:  # text, not a name
         name = ""
-    pairs = [(key, value) for key, value, is_closed in _PAIR.findall(body) if is_closed]
+    # An argument without its closing tag is left out; the check of the arguments may report it.
+    pairs = [(key, value) for key, value, closing_tag in _PAIR.findall(body) if closing_tag]
     return _tagged_call(name, pairs, body, schemas)
 
 
@@ -134,9 +141,9 @@ def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
     """
     expected_form = "expected a message to=functions.NAME with a JSON object, ended by <|call|>"
     calls = []
-    for name, has_body, body in _HARMONY.findall(text):
-        # Without a body it is the model's mention of a recipient, and no call.
-        if not has_body:
+    for name, message_tag, body in _HARMONY.findall(text):
+        # Without a body, the text only mentions a recipient, and is no call.
+        if not message_tag:
             continue
         try:
             arguments = _from_json(name, body or "{}", "the tool call is")
@@ -146,7 +153,7 @@ def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
     return calls
 
 
-# By `multi_turn.format`. A file of agent loops may add parsers.
+# Parsers by `multi_turn.format`. A file of agent loops may add its own.
 PARSERS: dict[str, Parser] = {
     "hermes": partial(
         _parse_blocks,
@@ -168,10 +175,10 @@ PARSERS: dict[str, Parser] = {
 
 
 def _from_json(name: str, text: str, subject: str) -> Any:
-    """Decode JSON.
+    """Decode JSON that the model has written.
 
     Args:
-        name: name of the tool; "" if it is not known.
+        name: name of the tool, for the problem; "" if it is not known.
         text: the text.
         subject: beginning of the problem, such as "the tool call is".
 
@@ -185,11 +192,11 @@ def _from_json(name: str, text: str, subject: str) -> Any:
 
 
 def _call_with_arguments(name: str, arguments: Any) -> ToolCall:
-    """Make a tool call.
+    """Make a tool call of a format whose arguments are JSON.
 
     Args:
         name: name of the tool.
-        arguments: decoded arguments, or JSON text of them.
+        arguments: the decoded arguments, or a text with the arguments as JSON.
 
     Raises:
         _UnreadableError: the arguments are not a JSON object.
@@ -226,15 +233,19 @@ def _tagged_call(name: str, pairs: list[tuple[str, str]], body: str, schemas: Sc
 def _typed_value(text: str, schema: Mapping[str, Any]) -> Any:
     """Convert the text of an argument to the type that its schema names.
 
-    A schema that allows texts takes the text as it is; another one takes its value as JSON.
+    If the schema allows a text, the text stays as it is. Otherwise it is decoded as JSON.
     """
     options = [schema, *schema.get("anyOf", ())]
-    may_be_text = any(option.get("type") == "string" or "enum" in option for option in options)
-    # An optional text may be null.
+    # A type is a name or a list of names. An enum may have texts, and values of other types.
+    may_be_text = any(
+        "string" in (option.get("type") or ()) or text in option.get("enum", ())
+        for option in options
+    )
+    # For an optional argument "null" means none, and not a text.
     if may_be_text and text.strip() != "null":
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        # The check of the arguments reports that this is no value of the type.
+        # The tool's check of its arguments reports that a text has the wrong type.
         return text

@@ -45,9 +45,9 @@ from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec, WithIma
 
 Function: TypeAlias = Callable[..., Any]
 
-MAX_CALLS = 64  # at the same time, over all conversations of the process
-MAX_GIVEN_UP = 256
-MARK = "...(truncated)..."
+MAX_CALLS = 64  # calls at the same time, over all conversations of the process
+MAX_GIVEN_UP = 256  # threads of calls that exceeded their limit and still run
+MARK = "...(truncated)..."  # where `truncate` cuts a text
 
 _THREAD_NAME = "quadriga-tools"
 _TIMEOUT_KEY = "actor_rollout_ref.rollout.multi_turn.tool_timeout_s"
@@ -85,8 +85,8 @@ class ToolsStuckError(RolloutError):
 class ToolThread(EventLoopThread):
     """Thread with the event loop in which users' code runs, and from which MCP servers are reached.
 
-    An async function that blocks the loop cannot be stopped. The object then starts a new thread
-    and loop for itself, and gives the blocked ones up.
+    An async function that blocks the loop cannot be stopped. The object then gives up its thread
+    and its loop, and starts new ones.
 
     Attributes:
         servers: the MCP servers, which `close` stops.
@@ -97,7 +97,7 @@ class ToolThread(EventLoopThread):
         self.servers: list[Any] = []
         self._call_slots = asyncio.Semaphore(MAX_CALLS)
         self._given_up: set[Thread] = set()
-        self._blocking_place = ""  # line of code that blocked the loop before this one
+        self._blocking_place = ""  # the code that blocked the loop before this one, for errors
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the MCP servers, then end the thread."""
@@ -119,10 +119,10 @@ class ToolThread(EventLoopThread):
         Args:
             where: the call, for error messages.
             function: the function.
-            kwargs: its keyword arguments.
+            kwargs: keyword arguments of the function.
             limit_s: time limit of the call, in seconds.
-            is_for_model: whether the model reads the result. Otherwise nobody reads a `ToolError`,
-                and it is a failure like any other.
+            is_for_model: whether the model reads the result, and so the message of a `ToolError`.
+                Otherwise a `ToolError` is a failure like any other error.
 
         Returns:
             The function's result.
@@ -139,6 +139,7 @@ class ToolThread(EventLoopThread):
         except ToolError as error:
             if is_for_model:
                 raise
+            # The message of the new error adds a full stop.
             raise ToolFailedError(where, got=f"ToolError: {error}".rstrip(".")) from error
         except TimeoutError as error:
             fix = f"Raise {_TIMEOUT_KEY}, or make the tool quicker."
@@ -181,19 +182,20 @@ class ToolThread(EventLoopThread):
                 # If the loop is not the thread's any more, another call has found it blocked.
                 if loop is self._loop:
                     if probe.done():
+                        # The loop runs, so the work only takes its time.
                         continue
                     self._replace_thread()
                 raise TimeoutError(
                     f"a call blocked all others for {limit_s:g} s{self._blocking_place}; "
-                    "it should `await`"
+                    "`await` what is slow"
                 )
         finally:
-            # If the conversation was cancelled, its tools are released next. `result.cancel()` would
-            # reach the tool only after that.
+            # If the conversation was cancelled, its tools are released next. The work must end
+            # before that, but `result.cancel()` would reach it only later.
             submitted.cancel()
 
     def _replace_thread(self) -> None:
-        """Give up the thread, whose loop is blocked, and start a new one."""
+        """Give up the thread, whose loop is blocked, and start a new one with a new loop."""
         self._blocking_place = place_of(sys._current_frames().get(self._thread.ident or 0))
         self._given_up.add(self._thread)
         super().__init__(_THREAD_NAME)
@@ -248,7 +250,7 @@ class ToolThread(EventLoopThread):
                 fix="Give the tool a time limit of its own, or let it do its work in a process that it can kill.",
             )
         future: Future[Any] = Future()
-        # The function runs in the conversation's context, which counts what it prints.
+        # The copied context has the counter that limits what a conversation prints.
         thread = Thread(
             target=copy_context().run,
             args=(_run_and_deliver, future, function, kwargs),
@@ -259,6 +261,7 @@ class ToolThread(EventLoopThread):
         try:
             result = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
+            # The limit has passed, or the conversation was cancelled. The thread runs on.
             self._given_up.add(thread)
             raise
         # A plain function may return a coroutine, as `functools.partial` of an async one does.
@@ -268,10 +271,12 @@ class ToolThread(EventLoopThread):
 def _run_and_deliver(future: "Future[Any]", function: Function, kwargs: Mapping[str, Any]) -> None:
     """Call a function in this thread, and store its result or its error in a future.
 
+    A child process that the function has forked ends here.
+
     Args:
-        future: gets the result. Nothing is called if it has been cancelled.
+        future: gets the result. If it has been cancelled, the function is not called.
         function: the function.
-        kwargs: its keyword arguments.
+        kwargs: keyword arguments of the function.
     """
     if not future.set_running_or_notify_cancel():  # cancelled before the thread began
         return
@@ -287,7 +292,7 @@ def _run_and_deliver(future: "Future[Any]", function: Function, kwargs: Mapping[
         future.set_exception(error)
     finally:
         if os.getpid() != pid:
-            # The tool forked, and this is the copy: the conversation belongs to its parent.
+            # In the child, which must not lead the parent's conversation as well.
             os._exit(0)
 
 
@@ -300,7 +305,7 @@ class ToolResult:
     text: str  # text that the model reads, cut to the limit
     num_chars: int  # length of the text before it was cut
     seconds: float = 0.0  # time that the call took; 0 if no call was made
-    is_refused: bool = False  # whether the text says that the call was wrong
+    is_refused: bool = False  # whether the text says what was wrong with the call
     images: tuple[Any, ...] = ()  # images that the model sees before the text
 
     @property
@@ -319,7 +324,8 @@ class ToolBox:
 
     Args:
         specs: the tools of the configuration, by name.
-        tools_kwargs: keyword arguments for the methods of each tool, from the sample.
+        tools_kwargs: the sample's `tools_kwargs`: by tool and method, keyword arguments, as in
+            {"account": {"create_kwargs": {"balance": 5}}}.
         config: `actor_rollout_ref.rollout.multi_turn`.
         thread: the thread in which tools run.
 
@@ -346,18 +352,18 @@ class ToolBox:
                 expected=f"names of tools: {', '.join(specs) or 'none is configured'}",
                 fix="Correct extra_info.tools_kwargs of the row, or configure the tool.",
             )
-        # Keyword arguments by tool and method: {"account": {"create_kwargs": {...}}}.
+        # Checked, with an entry for each tool.
         self._kwargs = {
             name: spec.method_kwargs(by_name.get(name, {})) for name, spec in specs.items()
         }
-        self._tools: dict[str, Tool] = {}
-        self._releases = AsyncExitStack()
+        self._tools: dict[str, Tool] = {}  # the objects of this conversation, by name
+        self._releases = AsyncExitStack()  # calls `release` of each of them
 
     async def __aenter__(self) -> "ToolBox":
         """Make an object of every tool and call its `create`. `__aexit__` calls their `release`.
 
-        A tool is released even if its `create`, or another tool, failed. An error of `release` after
-        another error is only added to that one.
+        A tool is released even if its `create`, or another tool, failed. If `release` fails after
+        another error, that error is raised, with the failure of `release` in its details.
 
         Raises:
             ToolFailedError: a tool failed.
@@ -366,7 +372,8 @@ class ToolBox:
         async with AsyncExitStack() as releases:
             for name, spec in self.specs.items():
                 if isinstance(spec.make, type):
-                    # The class of `as_tool`: no code of a user runs, so that no thread is needed.
+                    # `as_tool` made this class. Its constructor runs no users' code, so it needs no
+                    # time limit.
                     self._tools[name] = spec.make()
                 else:
                     where = f"tool {name}, create"
@@ -375,6 +382,7 @@ class ToolBox:
                     partial(end_use, partial(self._call_optional, name, "release"))
                 )
                 await self._call_optional(name, "create")
+            # Without an error the releases wait for `__aexit__`.
             self._releases = releases.pop_all()
         return self
 
@@ -391,7 +399,8 @@ class ToolBox:
             ToolFailedError: a tool raised, took too long, or returned what cannot be written.
         """
         limit = self.config.max_parallel_calls
-        # The error of a tool ends the conversation, so it is raised only after all calls have ended.
+        # The error of a tool ends the conversation, whose tools are then released. So it is raised
+        # only after all calls have ended.
         outcomes = await asyncio.gather(*map(self._call, calls[:limit]), return_exceptions=True)
         responses = []
         for outcome in outcomes:
@@ -428,7 +437,7 @@ class ToolBox:
         Raises:
             ToolFailedError: the tool failed by itself.
         """
-        # For errors about the call, which should stay short.
+        # Errors name the call, with its arguments cut short.
         shown_arguments = call.arguments_text
         if len(shown_arguments) > _MAX_SHOWN_CHARACTERS:
             shown_arguments = f"{shown_arguments[:_MAX_SHOWN_CHARACTERS]}..."
@@ -441,7 +450,6 @@ class ToolBox:
             execute = self._tools[call.name].execute
             limit_s = self.config.tool_timeout_s
             result = await self.thread.call(where, execute, kwargs, limit_s, is_for_model=True)
-            # A tool may return images beside its text.
             if isinstance(result, WithImages):
                 images = result.images
                 result = result.text
@@ -453,7 +461,7 @@ class ToolBox:
         return replace(response, seconds=time.perf_counter() - started, images=tuple(images))
 
     def _execute_kwargs(self, call: ToolCall) -> dict[str, Any]:
-        """Keyword arguments of `execute`: those of the call, and those of the sample.
+        """Keyword arguments of `execute`: the call's, replaced and completed by the sample's.
 
         Raises:
             ToolError: the call cannot be read, names no tool, or has wrong arguments.
@@ -478,8 +486,8 @@ class ToolBox:
             method: name of the method.
 
         Returns:
-            The result of the method. None if the tool inherits it from `Tool`, where it does
-            nothing: then it is not called.
+            The result of the method. None if the tool does not define the method, and the sample
+            has no arguments for it: the method of `Tool`, which does nothing, is then not called.
         """
         tool = self._tools[name]
         kwargs = self._kwargs[name].get(f"{method}_kwargs", {})
@@ -497,7 +505,7 @@ class ToolBox:
             text: the tool's text, or what is wrong with the call.
             is_refused: whether the call was wrong.
         """
-        # The beginning of a refusal says what is wrong, so only its end may be cut.
+        # A refusal says at its beginning what is wrong, so only its end may be cut.
         side = "right" if is_refused else self.config.tool_response_truncate_side
         return ToolResult(
             name=call.name,
@@ -511,14 +519,16 @@ class ToolBox:
 async def end_use(
     end: Callable[[], Awaitable[Any]], _: Any, error: BaseException | None, *__: Any
 ) -> None:
-    """Call the last method of a user's object, without hiding an error that came before.
+    """Call the last method of a user's object. The parameters after `end` are those of `__aexit__`.
+
+    If the call fails after an earlier error, its failure is only added to that error.
 
     Args:
-        end: makes the call.
-        _: type of the error, as for `__aexit__`.
-        error: the error that ended the use of the object. None: there was none. The end of a
-            conversation at a limit is no error.
-        __: its traceback.
+        end: calls the method, such as `release`.
+        _: type of the earlier error.
+        error: the error that ended the use of the object. None: there was none. A
+            `ConversationOver`, the end of a conversation at a limit, counts as none.
+        __: traceback of the earlier error.
 
     Raises:
         ToolFailedError: the call failed, and there was no error before.
@@ -528,12 +538,12 @@ async def end_use(
     except ToolFailedError as failure:
         if error is None or isinstance(error, ConversationOver):
             raise
-        text = f"then {failure}\n{failure.details}".rstrip()
+        later_failure = f"then {failure}\n{failure.details}".rstrip()
         if isinstance(error, ToolFailedError):
             # The trace of a conversation shows the details of its failure, but not notes.
-            error.details = f"{error.details or error}\n{text}"
+            error.details = f"{error.details or error}\n{later_failure}"
         else:
-            error.add_note(text)
+            error.add_note(later_failure)
 
 
 def as_text(result: Any, where: str) -> str:
@@ -559,7 +569,7 @@ def as_text(result: Any, where: str) -> str:
         except (ValueError, TypeError, RecursionError) as error:
             got = f"a response of type {type(result).__name__} ({error})"
             raise ToolFailedError(where, got, expected="text, bytes or JSON") from error
-    # Half of a surrogate pair cannot be encoded; it becomes a question mark.
+    # Half of a surrogate pair cannot be encoded in UTF-8, so it becomes a question mark.
     return result.encode("utf-8", errors="replace").decode("utf-8")
 
 
@@ -568,11 +578,12 @@ def truncate(text: str, limit: int, side: Literal["left", "middle", "right"]) ->
 
     Args:
         text: the text.
-        limit: the number of characters, including the mark that shows where the text is cut.
+        limit: the number of characters, including `MARK`, which shows where the text is cut.
         side: the side on which the text is cut.
 
     Returns:
-        The text, with at most `limit` characters. A short `limit` leaves no room for the mark.
+        The text, with at most `limit` characters. If `limit` is shorter than two marks, there is
+        no mark.
     """
     if len(text) <= limit:
         return text

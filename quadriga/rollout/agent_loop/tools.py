@@ -41,7 +41,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SPEC = "quadriga_tool"  # attribute of a function with the `ToolSpec` that `function_tool` made
 _KEY = "actor_rollout_ref.rollout.multi_turn"
-_METHODS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+# Keys that a sample's `tools_kwargs` may have for a tool: keyword arguments of its methods.
+_KWARGS_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _MAX_SCHEMA_CHARACTERS = 300  # of a wrong schema, in an error
 _MAX_VALUE_CHARACTERS = 200  # of a wrong value, in an error
 _ARGUMENT_SECTIONS = ("Args", "Arguments", "Parameters")
@@ -49,7 +50,7 @@ _SECTION = re.compile(
     r"(?m)^(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Example|Examples|Note|Notes):\s*$"
 )
 _ARGUMENT = re.compile(r"(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
-# Python's types by their names in JSON schemas.
+# Types of Python by the names that JSON schemas give them.
 _TYPES = {
     "string": str,
     "integer": int,
@@ -73,7 +74,7 @@ class WithImages:
     """Result of a tool that shows images to a vision-language model."""
 
     images: Sequence[Any]  # `PIL.Image.Image`s, paths, or the bytes of files; shown before the text
-    text: Any = ""  # text, or any other value that a tool may return
+    text: Any = ""  # text, or any other value that a tool may return without images
 
 
 class Tool(ABC):
@@ -104,14 +105,16 @@ class Tool(ABC):
 
         Raises:
             ConfigError: the schema lacks a part.
-            RolloutError: there is no schema, and `execute` cannot be described.
+            RolloutError: there is no schema, and none can be derived from `execute`.
         """
         make = partial(cls, **config)
         if schema is None:
+            # Without a docstring of `execute`, the model reads that of the class.
             description = "" if cls.execute.__doc__ else (cls.__doc__ or "").strip()
             name = cls.name or cls.__name__.lower()
             schema, validate = describe(cls.execute, name=name, description=description)
             return ToolSpec(make, schema, validate)
+        # The entry may have the schema of the function alone, without {"type": "function", ...}.
         function = schema.get("function", schema)
         needed_keys = {"name", "description", "parameters"}
         if not isinstance(function, dict) or not needed_keys <= set(function):
@@ -153,7 +156,7 @@ class ToolSpec:
     # Keys that a sample's `tools_kwargs` may have for this tool, such as "execute_kwargs", each with
     # the names that its arguments may have. None instead of names: any.
     options: Mapping[str, frozenset[str] | None] = field(
-        default_factory=lambda: dict.fromkeys(_METHODS)
+        default_factory=lambda: dict.fromkeys(_KWARGS_KEYS)
     )
 
     @property
@@ -179,7 +182,7 @@ class ToolSpec:
             got = "; ".join(faults_of(error))
             raise ToolError(f"tool {self.name}", got, expected) from error
         if isinstance(checked, BaseModel):
-            # Only fields that the call has set: the function knows its own defaults.
+            # Only arguments of the call: the function has the defaults of all others.
             return {name: getattr(checked, name) for name in checked.model_fields_set}
         return arguments
 
@@ -190,7 +193,7 @@ class ToolSpec:
             tool_kwargs: the entry of the sample's `tools_kwargs` for this tool.
 
         Returns:
-            Keyword arguments by key, such as "execute_kwargs", without those that are None.
+            Keyword arguments by key, such as "execute_kwargs", without arguments that are None.
 
         Raises:
             RolloutError: the tool does not take a key or an argument, or a value is no mapping.
@@ -210,7 +213,7 @@ class ToolSpec:
                 )
             kwargs[key] = without_none(value)
             known_names = self.options[key]
-            if known_names is None:
+            if known_names is None:  # any name
                 continue
             unknown_names = kwargs[key].keys() - known_names
             if unknown_names:
@@ -219,13 +222,16 @@ class ToolSpec:
                     f"{where}.{key}",
                     got=", ".join(sorted(unknown_names)),
                     expected=f"one of {known}" if known else "nothing",
-                    fix="What tools_kwargs may set stands after a `*` in the function's parameters.",
+                    fix="Write the parameters that tools_kwargs sets after a `*` in the function.",
                 )
         return kwargs
 
 
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that are set. In a parquet file each row has the keys of all rows, perhaps with None."""
+    """Drop keys whose value is None.
+
+    In a parquet file each row has the keys of all rows, and None for those that it does not set.
+    """
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -247,8 +253,8 @@ def function_tool(
     Args:
         function: a function with a docstring and a type hint for each argument. Parameters after a
             `*` are hidden from the model; a sample sets them by
-            `tools_kwargs[NAME]["execute_kwargs"]`.
-        name: name by which the model calls it. "": the function's name.
+            `tools_kwargs[NAME]["execute_kwargs"]`. None: the decorator has other arguments.
+        name: name by which the model calls the tool. "": the function's name.
         description: description that the model reads. "": the docstring up to its first section.
 
     Returns:
@@ -290,7 +296,7 @@ def function_spec(
 
 
 def as_tool(execute: Callable[..., Any]) -> type[Tool]:
-    """Make a class of tools whose `execute` is a function."""
+    """Make a subclass of `Tool` whose `execute` is a given function."""
     return type("FunctionTool", (Tool,), {"execute": staticmethod(execute)})
 
 
@@ -311,7 +317,7 @@ def function_tools(path: str) -> list[ToolSpec]:
         raise ConfigError(
             where,
             got=f"{path}, in which no function is a tool",
-            expected="at least one",
+            expected="at least one tool",
             fix="Write @function_tool (from quadriga.rollout.agent_loop) above each function that is a tool.",
         )
     return specs
@@ -353,6 +359,7 @@ def load_class(reference: str, folder: Path, base: type, where: str) -> Any:
     if not place or not name:
         raise ConfigError(where, repr(reference), expected="file.py:Name or package.module.Name")
     is_file = place.endswith(".py")
+    # `import_file` takes the path of a file, or the name of a module behind the prefix `PACKAGE`.
     source = folder / Path(place).expanduser() if is_file else f"{PACKAGE}{place}"
     user_class = member_of(import_file(source, where), name, where, base=base)
     require_methods(user_class, base, where, ConfigError)
@@ -364,9 +371,9 @@ def require_methods(user_class: type, base: type, where: str, error: type[Quadri
 
     Args:
         user_class: the class.
-        base: its base class.
+        base: base class whose docstrings say what the methods do, for the error.
         where: where the user names the class, for the error.
-        error: type of the error.
+        error: type of the error to raise.
     """
     missing = sorted(getattr(user_class, "__abstractmethods__", ()))
     if missing:
@@ -401,7 +408,9 @@ def describe(
     docstring, argument_texts = _read_docstring(inspect.getdoc(function) or "")
     description = description or docstring
     if not description:
-        fix = "Write under its `def` in a sentence what it does: the model reads it."
+        fix = (
+            "Write a docstring that says in a sentence what the function does: the model reads it."
+        )
         raise RolloutError(where, got="no docstring", expected="one", fix=fix)
     config = ConfigDict(extra="forbid", protected_namespaces=())
     try:
@@ -412,17 +421,17 @@ def describe(
             where,
             got=f"a parameter that has no JSON form ({str(error).splitlines()[0]})",
             expected="types of JSON",
-            fix="Take str, int, float, bool, list, dict, Literal, or a pydantic model.",
+            fix="Use str, int, float, bool, list, dict, Literal, or a pydantic model.",
         ) from error
 
-    # `object_hook` is called with every object of the schema, also with nested ones.
+    # `object_hook` is called with every object of the schema, nested ones included.
     parameters = json.loads(schema_text, object_hook=_without_title)
     properties = parameters.get("properties", {})
     for argument, text in argument_texts.items():
         if argument in properties:
             properties[argument].setdefault("description", text)
     parameters.setdefault("required", [])
-    # The check still refuses other arguments; the model does not need to read that.
+    # The check still refuses unknown arguments, but the schema for the model need not say so.
     del parameters["additionalProperties"]
     return function_schema(name, description, parameters), model.model_validate
 
@@ -440,10 +449,10 @@ def function_schema(name: str, description: str, parameters: Mapping[str, Any]) 
 
 
 def _without_title(part: dict[str, Any]) -> dict[str, Any]:
-    """Remove the title from an object of a JSON schema.
+    """Remove the title from an object of a JSON schema, and return the object.
 
-    Pydantic derives titles from names; they cost tokens and say nothing. A property that is named
-    `title` stays: its value is a schema, not a text.
+    Pydantic derives titles from names, so they cost tokens and say nothing. A property with the
+    name `title` stays: its value is a schema, not a text.
     """
     if isinstance(part.get("title"), str):
         del part["title"]
@@ -451,7 +460,7 @@ def _without_title(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def validator_of(parameters: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Make a check of arguments from the schema that a server or a file has.
+    """Make a function that checks arguments against the JSON schema of a server or a file.
 
     Args:
         parameters: JSON schema of the arguments.
@@ -490,6 +499,10 @@ def _argument_fields(function: Callable[..., Any], where: str) -> dict[str, Any]
         function: the function that is a tool.
         where: the tool, for error messages.
 
+    Returns:
+        Pairs of type and default by the argument's name. A default of `...` means that the argument
+        is required.
+
     Raises:
         RolloutError: a parameter is `*args` or has no type hint, or a hint cannot be resolved.
     """
@@ -499,7 +512,7 @@ def _argument_fields(function: Callable[..., Any], where: str) -> dict[str, Any]
         raise RolloutError(
             where,
             got=f"a type hint that is not known ({error})",
-            expected="types",
+            expected="types that the tool's file knows",
             fix="Import the type in the tool's file.",
         ) from error
     parameters.pop("self", None)
@@ -524,7 +537,11 @@ def _argument_fields(function: Callable[..., Any], where: str) -> dict[str, Any]
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into the description before its sections, and the text for each argument."""
+    """Split a docstring of Google's form.
+
+    Returns:
+        The description before the first section, and the text of each argument by its name.
+    """
     # Splitting by a pattern with one group alternates the titles and bodies of the sections.
     description, *sections = _SECTION.split(text)
     texts = {}

@@ -34,7 +34,7 @@ def environment_maker(spec: EnvironmentSpec) -> Callable[[], TextEnvironment]:
         spec: the environment.
 
     Raises:
-        ConfigError: the name has an unknown form, or a user's class cannot be loaded.
+        ConfigError: the name has an unknown form or library, or a user's class cannot be loaded.
     """
     if is_reference(spec.name):
         user_class = load_reference(spec.name, _WHERE, base=object)

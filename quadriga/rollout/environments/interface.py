@@ -38,8 +38,8 @@ class EnvironmentSpec:
     name: str  # `library:id`, `file.py:Class` or `openenv:ws://...`
     options: Mapping[str, Any] = field(default_factory=dict)  # arguments of its constructor
     num_agents: int = 1
-    has_network: bool = False
-    max_observation_length: int = 8192  # in characters
+    has_network: bool = False  # whether its process may use the network
+    max_observation_length: int = 8192  # in characters; longer observations are cut
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,13 @@ class Step:
 
     text: str = ""  # observation of the agent that acts next, or result of a tool
     agent: int = 0  # number of the agent that acts next
-    # Rewards of this step, by number of the agent. None: the environment has not scored the step,
-    # which differs from the reward 0.
+    # Rewards of this step, by number of the agent. None, unlike 0, means that the environment has
+    # not scored the step for this agent.
     rewards: Mapping[int, float | None] = field(default_factory=dict)
     is_done: bool = False  # whether the episode is over
-    # Values of JSON. "state" identifies the state that the next agent acts on, and "is_invalid"
-    # marks an action without effect. The latest number under each name becomes a metric.
+    # Values that JSON can express. "state" identifies the state in which the next agent acts, and
+    # "is_invalid" marks an action without effect. For each other name, the last number of the
+    # episode becomes a metric.
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -87,7 +88,7 @@ class TextEnvironment(ABC):
         """Take an action of the agent that acts next."""
 
     def finish(self) -> Step:
-        """End the episode, and return rewards that are known only then."""
+        """End the episode, and return a step with the rewards that are known only at its end."""
         return Step()
 
     def discard(self) -> None:  # noqa: B027 - most environments hold nothing
@@ -103,7 +104,8 @@ class TextEnvironment(ABC):
                 and a `random.Random`.
 
         Returns:
-            A step whose text is the action. The episode does not go on.
+            A step whose text is the action, as JSON if it is a call of a tool. The action is not
+            taken.
         """
         generator = random.Random(seed)
         if reference == RANDOM:
@@ -152,7 +154,7 @@ def finite_rewards(rewards: Mapping[Any, Any], num_agents: int) -> dict[int, flo
             continue
         if hasattr(reward, "item"):
             reward = reward.item()
-        # Not `>`: every comparison with NaN is false.
+        # `not ... <=` also refuses NaN, for which `>` would be false.
         if not isinstance(reward, Real) or not abs(reward) <= _LARGEST_REWARD:
             shown = repr(reward)[:_MAX_SHOWN_CHARACTERS]
             raise ValueError(f"got the reward {shown}, expected a finite number")
@@ -165,7 +167,7 @@ def random_value(
     generator: random.Random,
     definitions: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Draw a random value that fits a JSON schema, apart from its lengths and patterns.
+    """Draw a random value that fits a JSON schema. Limits on lengths and patterns are ignored.
 
     Args:
         schema: the schema.
@@ -173,8 +175,8 @@ def random_value(
         definitions: schemas to which `$ref` may refer, besides `$defs` of the schema itself.
     """
     definitions = {**definitions, **schema.get("$defs", {})}
-    # A schema that refers to other ones is drawn from them.
     if "$ref" in schema:
+        # Such as "#/$defs/NAME".
         name = schema["$ref"].rpartition("/")[2]
         return random_value(definitions[name], generator, definitions)
     if "enum" in schema:
@@ -200,7 +202,10 @@ def random_value(
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a value to one that JSON can express. Unknown objects become their `str`."""
+    """Convert a value to one that JSON can express.
+
+    NaN, infinite numbers, and objects of unknown types become texts by `str`.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

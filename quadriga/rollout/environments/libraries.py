@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of published libraries, which are imported when an environment of theirs is made.
+"""Adapters of published libraries. A library is imported when one of its environments is made.
 
 TextArena (arXiv 2504.11442), GEM (arXiv 2510.01051), Gymnasium (arXiv 2407.17032) and SkyRL Gym.
 """
@@ -21,6 +21,7 @@ from quadriga.rollout.environments.interface import (
 )
 from quadriga.rollout.environments.user_classes import SteppedEnvironment, as_observation
 
+# Extras of this package (`pip install -e '.[EXTRA]'`) by the module that they install.
 _EXTRAS = {
     "textarena": "textarena",
     "gem": "gem",
@@ -36,7 +37,7 @@ def import_library(name: str) -> Any:
     """Import a library of environments.
 
     Raises:
-        MachineError: it is not installed.
+        MachineError: the library is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -44,16 +45,16 @@ def import_library(name: str) -> Any:
         raise MachineError(
             "env.name",
             got=f"the library {name}, which cannot be imported ({error})",
-            expected="an installed one",
+            expected="an installed library",
             fix=f"Install it: pip install -e '.[{_EXTRAS[name]}]', or scripts/install-agents.",
         ) from error
 
 
 def identifiers(name: str) -> list[str]:
-    """Names of the environments of a library.
+    """Names of the environments of a library, such as "gem".
 
     Raises:
-        MachineError: it is not installed.
+        MachineError: the library is not installed.
     """
     module = import_library(name)
     if name == "textarena":
@@ -83,8 +84,8 @@ def _require_known(identifier: str, name: str) -> None:
 class TextArenaEnvironment(TextEnvironment):
     """Adapter of a game of TextArena, with one agent or several.
 
-    An agent reads the messages since its last move, without those that repeat the move itself,
-    which is in its conversation already.
+    An agent reads the messages since its last move. Messages that repeat the agent's own move are
+    left out, because the move is in the agent's conversation already.
 
     Args:
         spec: the environment.
@@ -101,8 +102,9 @@ class TextArenaEnvironment(TextEnvironment):
         self._num_agents = spec.num_agents
         _require_known(identifier, "textarena")
         self._game = textarena.make(identifier, **spec.options)
+        # Kinds of messages: from the game about an invalid move, and the move of a player.
         self._admin = textarena.ObservationType.GAME_ADMIN
-        self._own_move = textarena.ObservationType.PLAYER_ACTION
+        self._player_action = textarena.ObservationType.PLAYER_ACTION
         self._is_done = False
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Step:
@@ -111,6 +113,9 @@ class TextArenaEnvironment(TextEnvironment):
         Args:
             seed: seed of the episode.
             row: columns of the data row; empty if the row is only a seed.
+
+        Raises:
+            RolloutError: the game does not take this number of agents.
         """
         try:
             self._game.reset(num_players=self._num_agents, seed=seed)
@@ -119,27 +124,27 @@ class TextArenaEnvironment(TextEnvironment):
                 self._where,
                 got=str(error),
                 expected="as many agents as the game has",
-                fix="env.agents has a player for each of them, such as [policy, random].",
+                fix="Set env.agents to a list with a player for each, as in [policy, random].",
             ) from error
         return self._observe()
 
     def step(self, action: Action) -> Step:
-        """Make the move of the current agent. The end of the game brings the rewards of all."""
+        """Make the move of the current agent. The last step has the rewards of all agents."""
         agent = self._game.state.current_player_id
         self._is_done, _ = self._game.step(str(action))
         if not self._is_done:
             return self._observe()
-        # The rewards of all agents are known at the end of the game.
         rewards, game_info = self._game.close()
         agent_info = game_info.get(agent, {})
         reason = agent_info.get("reason")
         rewards = dict(rewards or {})
         for number, reward in rewards.items():
             if isinstance(reward, str):
-                # Some games swap the reward of an invalid move and its reason.
+                # After an invalid move, some games swap the reward and the reason, as in
+                # "Invalid move: -1".
                 rewards[number] = float(str(reason).rpartition(": ")[2])
-        # A winner has the reward 1. Some games pay less than that for an invalid move, which wins
-        # nothing.
+        # A winner has at least the reward 1. A lower best reward, such as that of an invalid move,
+        # wins nothing.
         best = max([1, *rewards.values()])
         wins = [number for number, reward in rewards.items() if reward == best]
         is_invalid = bool(agent_info.get("invalid_move"))
@@ -150,19 +155,18 @@ class TextArenaEnvironment(TextEnvironment):
         """End the episode. A game that was cut off has no winner, and its rewards are 0."""
         if self._is_done:
             return Step()
-        # The episode was cut off: nobody has won.
         return Step(rewards=dict.fromkeys(range(self._num_agents), 0.0), info={"wins": []})
 
     def _observe(self) -> Step:
-        """Return the messages that the next agent has not read."""
+        """Make the step that shows the next agent the messages that it has not read."""
         state = self._game.state
         agent = state.current_player_id
         info = {}
         texts = []
         for sender, message, kind in state.get_current_player_observation():
-            if kind is self._own_move and sender == agent:
+            if kind is self._player_action and sender == agent:
                 continue
-            # After an invalid move the same agent acts again.
+            # After an invalid move the same agent acts again, so the message is about its action.
             if kind is self._admin and _INVALID_MOVE in message:
                 info["is_invalid"] = True
             sender_name = state.role_mapping.get(sender, f"Player {sender}")
@@ -204,8 +208,8 @@ class GemEnvironment(SteppedEnvironment):
 class GymnasiumEnvironment(SteppedEnvironment):
     """Adapter of an environment of Gymnasium.
 
-    The model replies with JSON that fits the action space, or with the action itself if that is a
-    space of texts. With the option `render_mode: ansi` the model reads the rendered text.
+    The model replies with JSON that fits the action space. In a space of texts, the reply itself is
+    the action. With the option `render_mode: ansi` the model reads the rendered text.
 
     Args:
         spec: the environment; its options are arguments of `gymnasium.make`.
@@ -224,6 +228,7 @@ class GymnasiumEnvironment(SteppedEnvironment):
         environment = gymnasium.make(identifier, **spec.options)
         space = environment.action_space
         if type(space).__name__ == "Text":
+            # The reply itself is the action.
             super().__init__(environment)
             return
         schema = json.dumps(space_schema(space))
@@ -245,11 +250,13 @@ class GymnasiumEnvironment(SteppedEnvironment):
 def space_schema(space: Any) -> dict[str, Any]:
     """JSON schema of the actions of one of Gymnasium's spaces.
 
+    Actions of other spaces than those below, such as `Box`, are arrays. The schema describes them
+    by the text of the space.
+
     Args:
-        space: the space. Kinds without a schema of their own, such as `Box`, are arrays that are
-            described by the space's text.
+        space: the space.
     """
-    # By the name of the class, because Gymnasium is imported only where it is needed.
+    # Names of classes, because comparing classes would need to import Gymnasium here.
     kind = type(space).__name__
     if kind == "Discrete":
         first = int(space.start)
@@ -301,6 +308,8 @@ def read_json(text: str) -> Any:
 
 def _to_action(space: Any, value: Any) -> Any:
     """Convert a JSON value to the type of the space's actions.
+
+    The caller checks by `space.contains` whether the result is an action of the space.
 
     Args:
         space: a space of Gymnasium.
@@ -360,6 +369,7 @@ class SkyRLEnvironment(TextEnvironment):
                 expected="a row of a data file",
                 fix="Set data.train_files; for `quadriga env try` data.val_files and --model.",
             )
+        # SkyRL Gym calls the column `reward_model` "reward_spec".
         extras = {"reward_spec": row.get("reward_model"), **(row.get("extra_info") or {}), **row}
         self._environment = self._library.make(
             self._identifier, env_config=self._options, extras=extras
@@ -384,5 +394,5 @@ class SkyRLEnvironment(TextEnvironment):
 
 
 def _join_contents(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Texts of messages, one after the other."""
+    """Join the texts of messages by line breaks."""
     return "\n".join(str(message["content"]) for message in messages)

@@ -39,7 +39,7 @@ from quadriga.rollout.environments.players import (
 from quadriga.rollout.environments.pool import EnvironmentFailedError, EnvironmentPool, Episode
 from quadriga.rollout.sequences import derive_seed
 
-# Columns that a batch has besides those of the data file.
+# Columns that the data loader adds to those of the data file. Environments do not get them.
 _BATCH_COLUMNS = frozenset(
     {
         "uid",
@@ -69,13 +69,12 @@ class EnvironmentAgent(AgentLoop):
         self._pool: EnvironmentPool = services.environments
         self._schemas = self._pool.description.schemas
         # An environment without tools takes texts, which need no parser.
-        if not self._schemas:
-            return
-        self._parser = parser_of(services.config.multi_turn.format)
-        num_agents = self._pool.config.num_agents
-        if num_agents > 1:
-            got = f"{num_agents} agents, of an environment whose actions are tools"
-            raise RolloutError("env.agents", got, expected="one")
+        if self._schemas:
+            self._parser = parser_of(services.config.multi_turn.format)
+            num_agents = self._pool.config.num_agents
+            if num_agents > 1:
+                got = f"{num_agents} agents, of an environment whose actions are tools"
+                raise RolloutError("env.agents", got, expected="one")
 
     async def run(self, chat: Conversation) -> None:
         """Play the episode of a conversation's row, and score it."""
@@ -85,7 +84,7 @@ class EnvironmentAgent(AgentLoop):
         seats = config.seats
         if not config.train_together:
             # All responses to a row play the same seat, so that they can be compared. The last bit
-            # of the seed tells training from validation, so it must not choose the seat.
+            # of the seed tells training from validation, so `// 2` keeps it out of the choice.
             seats = [seats[seed // 2 % len(seats)]]
         plays: Plays = {}
         for seat in seats:
@@ -102,7 +101,7 @@ class EnvironmentAgent(AgentLoop):
                     else:
                         await self._take_turns(chat, plays, episode, step)
                 except ConversationOver as over:
-                    # A limit ends the episode for all agents. The part that was played is scored.
+                    # A limit ends the episode for all agents. The part before the limit is scored.
                     for play in plays.values():
                         play.chat.finish_reason = play.chat.finish_reason or over.reason
                 _record(plays, await episode.finish())
@@ -114,6 +113,8 @@ class EnvironmentAgent(AgentLoop):
 
     def _first_messages(self, chat: Conversation, observation: str) -> list[dict[str, Any]]:
         """Messages before the first turn: system prompt, messages of the row, first observation.
+
+        If the row ends with a message of the user, the observation is appended to this message.
 
         Args:
             chat: the conversation.
@@ -152,7 +153,7 @@ class EnvironmentAgent(AgentLoop):
             chat: conversation of the row.
             plays: the trained agents.
             episode: the episode.
-            step: its first step.
+            step: the first step of the episode, from `reset`.
         """
         players = self._make_players(chat, plays, episode)
         while not step.is_done:
@@ -171,22 +172,22 @@ class EnvironmentAgent(AgentLoop):
         """
         prompt = self._first_messages
         players: list[Player] = []
-        for number, player in enumerate(self._pool.config.agents or ["policy"]):
+        # A text of `env.agents` is "policy", the address of a server, or a script.
+        for number, kind in enumerate(self._pool.config.agents or ["policy"]):
             name = f"agent {number}"
             seed = player_seed(chat.sampling.seed, number)
-            # An agent that is trained, the policy without training, a server, or a script.
             if number in plays:
                 play = plays[number]
                 players.append(PolicyPlayer(play.chat, prompt, play.generate, name))
-            elif player == "policy":
+            elif kind == "policy":
                 # Not `chat.another`: this agent is not trained, so its conversation is no row.
                 sampling = replace(chat.sampling, seed=seed)
                 other = Conversation(chat.engine, chat.encoder, chat.sample, sampling, chat.limits)
                 players.append(PolicyPlayer(other, prompt, other.generate, name))
-            elif player.startswith(("http://", "https://")):
-                players.append(ServerPlayer(player, chat, self._pool.config.system_prompt, name))
+            elif kind.startswith(("http://", "https://")):
+                players.append(ServerPlayer(kind, chat, self._pool.config.system_prompt, name))
             else:
-                players.append(ScriptedPlayer(episode, player, seed))
+                players.append(ScriptedPlayer(episode, kind, seed))
         return players
 
     async def _call_tools(self, play: "Play", episode: Episode) -> None:
@@ -209,7 +210,8 @@ class EnvironmentAgent(AgentLoop):
                 return
             chat.activity = "in the environment"
             started = time.perf_counter()
-            # Made one after the other, because they act on the same environment.
+            # One after the other, because the calls act on the same environment. Calls over the
+            # limit are not made.
             responses = []
             for call in calls[: config.max_parallel_calls]:
                 if not play.is_done:
@@ -224,7 +226,7 @@ class EnvironmentAgent(AgentLoop):
     async def _call(self, play: "Play", episode: Episode, call: ToolCall) -> ToolResult:
         """Make one call of a tool, and record its step.
 
-        A call that cannot be read is refused without the environment.
+        A call that cannot be read is refused here, and does not reach the environment.
 
         Args:
             play: the trained agent.
@@ -250,17 +252,17 @@ class EnvironmentAgent(AgentLoop):
 class Play:
     """Records the rewards and states of one trained agent in an episode."""
 
-    chat: Conversation  # of the agent
-    agent: int  # its number
+    chat: Conversation  # conversation of the agent
+    agent: int  # number of the agent
     config: EnvironmentConfig  # the section `env`
     is_done: bool = False  # whether the episode is over
-    score: float = 0.0  # sum of all rewards
-    rewards: list[float] = field(default_factory=list)  # of each turn of the agent
+    score: float = 0.0  # sum of all rewards of the agent
+    rewards: list[float] = field(default_factory=list)  # reward of each turn of the agent
     has_rewards: bool = False  # whether the environment has scored a step
-    is_unscored: bool = False  # whether the environment has left a step without a score
-    num_invalid: int = 0  # actions without effect
-    info: dict[str, Any] = field(default_factory=dict)  # the latest value under each name
-    state: str = ""  # in which the agent acts next
+    has_unscored_step: bool = False  # whether the agent's reward of a step was None
+    num_invalid: int = 0  # actions of the agent without effect
+    info: dict[str, Any] = field(default_factory=dict)  # latest value of each entry of `Step.info`
+    state: str = ""  # state in which the agent acts next
 
     async def generate(self) -> Turn:
         """Generate the agent's next turn, whose reward is 0 until `record` adds to it."""
@@ -268,7 +270,7 @@ class Play:
         try:
             return await self.chat.generate()
         finally:
-            # Also if `generate` raises: a turn that the engine cut is in the conversation.
+            # Also if `generate` raises, because a turn that the engine cut is in the conversation.
             num_missing = self.chat.num_assistant_turns - len(self.rewards)
             self.rewards += [0.0] * num_missing
 
@@ -280,10 +282,10 @@ class Play:
             actor: number of the agent that acted. None: `reset` or `finish`.
         """
         if step.rewards:
-            # An agent that is not named has the reward 0; None is a step that was not scored.
+            # An agent without an entry has the reward 0. None means that the step was not scored.
             reward = step.rewards.get(self.agent, 0.0)
             if reward is None:
-                self.is_unscored = True
+                self.has_unscored_step = True
             else:
                 self.has_rewards = True
                 self._add_reward(reward)
@@ -303,11 +305,14 @@ class Play:
             self.rewards[-1] += reward
 
     def grade(self, *, is_graded_elsewhere: bool) -> None:
-        """Write the grade of the episode, the sum of its rewards, to the conversation.
+        """Write the grade of the episode, the sum of the agent's rewards, to the conversation.
+
+        Without rewards there is no grade if a score function or a reward model gives one, and else
+        the grade is 0.
 
         Args:
-            is_graded_elsewhere: whether a score function or a reward model is configured. It grades
-                an episode without rewards.
+            is_graded_elsewhere: whether a score function or a reward model is configured, which
+                then grades an episode without rewards.
 
         Raises:
             RolloutError: the environment has not scored the episode, and nothing else will.
@@ -319,14 +324,16 @@ class Play:
         chat.agent = self.config.role_of(self.agent)
         if not self.has_rewards and is_graded_elsewhere:
             return
-        # An episode that a limit has cut off was perhaps not scored because it did not end.
+        # An environment that scores only the last step has not scored an episode that a limit has
+        # cut off, whose grade is then 0.
         was_cut_off = chat.finish_reason and not self.is_done
-        if not self.has_rewards and self.is_unscored and not was_cut_off:
+        if not self.has_rewards and self.has_unscored_step and not was_cut_off:
             raise RolloutError(
                 "environment",
                 got="an episode without rewards",
                 expected="get_reward(), an attribute `reward`, or rewards of step",
-                fix="Or set custom_reward_function.path to a file with a score function.",
+                fix="Let the environment reward the episode, or set custom_reward_function.path to"
+                " a file with a score function.",
             )
         extra: dict[str, Any] = {"env_turns": len(self.rewards), "env_invalid": self.num_invalid}
         wins = self.info.get("wins")
@@ -338,7 +345,7 @@ class Play:
         chat.outcome = Outcome(self.score, extra, "", "graded")
 
 
-# The trained agents of an episode, by number. Each has a conversation for itself.
+# The trained agents of an episode, by number of the agent. Each has its own conversation.
 Plays: TypeAlias = dict[int, Play]
 
 
@@ -355,14 +362,14 @@ def _record(plays: Plays, step: Step, actor: int | None = None) -> None:
 
 
 def is_seed(sample: Sample) -> bool:
-    """Whether a row has only a seed for the environment, so that the model must not read its prompt."""
+    """Whether a row is only a seed for the environment. The model must not read its prompt then."""
     return bool((sample.columns.get("extra_info") or {}).get("is_env_seed"))
 
 
 def episode_seed_of(sample: Sample) -> int:
     """Seed of a row's episode, which all responses to the row share.
 
-    It is `extra_info.env_seed` of the row, or else a hash of the row's prompt and index.
+    It is `extra_info.env_seed` of the row, or else a hash of the row's prompt and `index`.
     """
     extra_info = sample.columns.get("extra_info") or {}
     if "env_seed" in extra_info:

@@ -33,11 +33,12 @@ from quadriga.rollout.environments.user_classes import as_observation
 
 _MAX_MESSAGE_BYTES = 64 << 20
 _CONNECT_S = 20.0
-# A server may hold the session of an ended episode for a moment, and refuse a new one until then.
+# A server may hold the session of an ended episode for a moment, and refuse new sessions meanwhile:
+# how long and how often a refused request is sent again, and the code of this refusal.
 _MAX_WAIT_S = 10.0
 _PAUSE_S = 0.1
 _FULL = "CAPACITY_REACHED"
-# Errors that say what is wrong with an action. All others are the server's own.
+# Codes of errors that say what is wrong with an action. All other errors are the server's own.
 _REFUSALS = frozenset({"VALIDATION_ERROR", "INVALID_JSON"})
 # Fields of an observation that the model does not read.
 _HIDDEN = frozenset({"reward", "done", "metadata"})
@@ -62,7 +63,7 @@ class OpenEnvEnvironment(TextEnvironment):
         if not self._url.startswith(("ws://", "wss://")):
             raise RolloutError("env.name", got=repr(url), expected="openenv:ws://HOST:PORT")
         self._action_schema: Mapping[str, Any] = {}
-        # The schema comes over HTTP, from the same address as the WebSocket.
+        # The schema comes over HTTP from the same address: ws:// becomes http://, wss:// https://.
         client = HTTPClient(
             f"http{self._url.removeprefix('ws')}",
             RolloutError,
@@ -97,13 +98,14 @@ class OpenEnvEnvironment(TextEnvironment):
         step = self._step_of(reply, is_first=True)
         if not self._action_schema:
             return step
+        # Without tools, the prompt must say how an action is written.
         schema = json.dumps(self._action_schema)
         text = f"{step.text}\nReply with JSON that fits the schema {schema}, and nothing else."
         return Step(text.strip(), info=step.info)
 
     def step(self, action: Action) -> Step:
         """Send an action. If the server refuses it, the model reads the reason."""
-        # A call of a tool, or JSON that the model wrote.
+        # The action is a call of a tool, or else the model's text, which should be JSON.
         if isinstance(action, dict):
             call = {"tool_name": action["name"], "arguments": action["arguments"]}
             data = {"type": "call_tool", **call}
@@ -137,10 +139,10 @@ class OpenEnvEnvironment(TextEnvironment):
 
     def _connect(self) -> Any:
         """Open the WebSocket of the session, which `discard` closes."""
-        # websockets would follow redirects to other hosts. The limit counts the first connection,
-        # so 1 means no redirect.
+        # websockets would follow redirects to other hosts. Its limit counts the first connection,
+        # too, so that 1 allows no redirect.
         os.environ["WEBSOCKETS_MAX_REDIRECTS"] = "1"
-        # A missing package is reported under its own name, not under the submodule's.
+        # First by itself, so that the error of a missing package names the package.
         import_library("websockets")
         client = import_library("websockets.sync.client")
         options: dict[str, Any] = {"max_size": _MAX_MESSAGE_BYTES, "open_timeout": _CONNECT_S}
@@ -154,7 +156,11 @@ class OpenEnvEnvironment(TextEnvironment):
             raise self._failure(f"no WebSocket ({type(error).__name__}: {error})") from error
 
     def _list_tools(self) -> list[Mapping[str, Any]]:
-        """Ask the server for the schemas of its tools."""
+        """Ask the server for its tools, and return their schemas.
+
+        Raises:
+            RolloutError: the server refused, or the reply has another form.
+        """
         reply = self._ask("step", {"type": "list_tools"})
         if reply["type"] == "error":
             raise self._failure(str(reply["data"]))
@@ -171,13 +177,13 @@ class OpenEnvEnvironment(TextEnvironment):
             raise self._failure(f"the tools {json.dumps(reply)[:200]}") from error
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request and return the reply, which may be an error of the environment.
+        """Send a request and return the reply, which may be of the type "error".
 
         While the server has no free session, connect and send again.
 
         Args:
             kind: type of the request, "reset" or "step".
-            data: its content.
+            data: content of the request.
 
         Raises:
             RolloutError: there is no free session in time, or no reply.
@@ -190,8 +196,8 @@ class OpenEnvEnvironment(TextEnvironment):
             if time.monotonic() > deadline:
                 raise self._failure(
                     f"the error {_FULL}: {reply['data'].get('message')}",
-                    "Set env.max_concurrent_episodes to the number of its sessions, or start it "
-                    "with more of them (max_concurrent_envs).",
+                    "Set env.max_concurrent_episodes to the number of the server's sessions, or "
+                    "start the server with more of them (max_concurrent_envs).",
                 )
             time.sleep(_PAUSE_S)
             self.discard()
@@ -202,7 +208,7 @@ class OpenEnvEnvironment(TextEnvironment):
 
         Args:
             kind: type of the request, "reset" or "step".
-            data: its content.
+            data: content of the request.
 
         Returns:
             An object with the type "observation" or "error", and an object `data`.
@@ -232,7 +238,7 @@ class OpenEnvEnvironment(TextEnvironment):
 
         Args:
             reply: the server's reply.
-            is_first: whether it answers `reset`, so that it has no reward.
+            is_first: whether the reply answers `reset`, so that its reward and end are ignored.
 
         Raises:
             RolloutError: the reply is an error, or has no observation.
@@ -247,12 +253,12 @@ class OpenEnvEnvironment(TextEnvironment):
         shown: Any = {name: value for name, value in observation.items() if name not in _HIDDEN}
         if "tool_name" in shown:
             result = shown.get("result")
+            # FastMCP wraps results in such a dictionary.
             if isinstance(result, dict) and "structured_content" in result:
-                # The form in which FastMCP returns results.
                 is_invalid = is_invalid or bool(result.get("is_error"))
                 result = result.get("data", result.get("content"))
             shown = shown.get("error") or result
-        # Without fields the observation is "": then the prompt is only the tools or the schema.
+        # Not "{}" for an observation without fields: the prompt has only the tools or the schema.
         text = as_observation(shown) if shown else ""
         info = {"is_invalid": True} if is_invalid else {}
         if is_first:
@@ -260,7 +266,12 @@ class OpenEnvEnvironment(TextEnvironment):
         return Step(text, 0, {0: data.get("reward")}, bool(data.get("done")), info)
 
     def _failure(self, got: str, fix: str = "") -> RolloutError:
-        """Make the error of a server that did not do what was expected."""
+        """Make an error about the server.
+
+        Args:
+            got: what the server did.
+            fix: advice. "": start the server, and name its own address.
+        """
         return RolloutError(
             self._where,
             got,

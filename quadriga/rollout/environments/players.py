@@ -18,11 +18,11 @@ _END_OF_THOUGHT = "</think>"
 class PolicyPlayer:
     """Player that is the policy."""
 
-    chat: Conversation  # of this player alone
-    # Makes the first messages from the conversation and an observation.
+    chat: Conversation  # conversation of this player alone
+    # Makes the first messages of the conversation, which include the first observation.
     prompt: Callable[[Conversation, str], list[dict[str, Any]]]
     generate: Callable[[], Awaitable[Turn]]  # generates the next turn in the conversation
-    name: str  # of the agent, for the reason why an episode was cut off
+    name: str  # name of the agent, for the reason why an episode was cut off
 
     async def act(self, observation: str) -> str:
         """Generate a turn. The action is its text after the thoughts.
@@ -37,8 +37,8 @@ class PolicyPlayer:
                 self.chat.begin(self.prompt(self.chat, observation))
             turn = await self.generate()
         except ConversationOver as over:
-            # This ends the whole episode. Conversations of other agents get the reason with the
-            # name of this agent.
+            # The limit ends the whole episode. The conversation of this agent gets the reason as it
+            # is, and those of other agents get it with the name of this agent.
             self.chat.finish_reason = over.reason
             raise ConversationOver(f"{self.name}: {over.reason}") from over
         text = str(turn.messages[0]["content"])
@@ -51,11 +51,11 @@ class ScriptedPlayer:
 
     episode: Episode
     reference: str  # "random", or `file.py:function`
-    seed: int
-    num_actions: int = 0
+    seed: int  # seed of the player, from which the seeds of its actions are derived
+    num_actions: int = 0  # actions so far
 
     async def act(self, observation: str) -> str:
-        """Choose an action. Each has a different seed."""
+        """Choose an action. Each action has a different seed."""
         seed = player_seed(self.seed, self.num_actions)
         self.num_actions += 1
         return await self.episode.sample(observation, seed, self.reference)
@@ -66,7 +66,7 @@ class ServerPlayer:
 
     Args:
         url: address of the server, which has `/v1/chat/completions`.
-        chat: conversation of a trained agent, whose sampling parameters are used here too.
+        chat: conversation of a trained agent, whose sampling parameters the fixed model gets, too.
         system_prompt: system message. None: none.
         name: name of the agent, for errors.
     """
@@ -76,7 +76,7 @@ class ServerPlayer:
             url, RolloutError, setting="env.agents", where=f"the fixed model of {name}"
         )
         self._chat = chat
-        self._model = ""
+        self._model = ""  # name of the model on the server; "" until the first action
         self._messages: list[dict[str, str]] = []
         if system_prompt is not None:
             self._messages.append({"role": "system", "content": system_prompt})
@@ -90,7 +90,7 @@ class ServerPlayer:
         self._messages.append({"role": "user", "content": observation})
         sampling = self._chat.sampling
         try:
-            # A server needs the name of its model, which it reports itself.
+            # A request must name the model, and the server reports which one it serves.
             if not self._model:
                 models = await self._client.call_async("v1/models", method="GET")
                 self._model = models["data"][0]["id"]

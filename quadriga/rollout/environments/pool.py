@@ -33,8 +33,10 @@ from quadriga.rollout.agent_loop.tool_calls import ToolFailedError
 from quadriga.rollout.environments.interface import Action, Description, EnvironmentSpec, Step
 from quadriga.rollout.environments.process import EnvironmentProcess
 
-_ENDING_S = 1.0  # for a process that has closed its connection, to end by itself
-_MAX_DEATHS = 3  # of a process in the same call, or before it has loaded the environment
+# Time for a process that has closed its connection to end by itself, so that it has an exit status.
+_ENDING_S = 1.0
+_MAX_DEATHS = 3  # deaths of processes in the same call, or before they have loaded the environment
+# Events that are counted; they become metrics.
 _COUNTS = ("restarts", "replayed_episodes", "raised", "timeouts", "died", "irreproducible")
 
 
@@ -56,12 +58,13 @@ class EnvironmentPool:
         config: the section `env`.
         num_shares: number of pools among which `env.num_processes` and
             `env.max_concurrent_episodes` are divided.
-        is_graded_elsewhere: whether a score function or a reward model is configured, too.
+        is_graded_elsewhere: whether a score function or a reward model grades episodes that the
+            environment does not reward.
 
     Attributes:
         config: the section `env`.
         is_graded_elsewhere: as in the arguments.
-        description: facts about the environment.
+        description: what all episodes of the environment have in common.
 
     Raises:
         QuadrigaError: the environment cannot be loaded.
@@ -75,7 +78,7 @@ class EnvironmentPool:
         num_processes = config.num_processes or len(os.sched_getaffinity(0))
         self._counts = Counter[str]()
         self._printed = OutputPrinter("environments")
-        self._numbers = count()
+        self._numbers = count()  # of the episodes
         self._episode_slots: asyncio.Semaphore | None = None
         if config.max_concurrent_episodes is not None:
             self._episode_slots = asyncio.Semaphore(
@@ -102,7 +105,7 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def open(self, seed: int, row: Mapping[str, Any]) -> "AsyncIterator[Episode]":
-        """Async context manager for an episode, in the process that has the fewest.
+        """Async context manager for an episode, in the process that has the fewest episodes.
 
         Args:
             seed: seed of `reset`.
@@ -140,11 +143,11 @@ class Episode:
 
     host: "_Host"  # leads the process in which the episode runs
     number: int  # of the episode in the pool
-    seed: int  # for `reset`
-    row: Mapping[str, Any]  # for `reset`
-    # Method, arguments and hash of the answer of each call so far, for a replay.
+    seed: int  # argument of `reset`
+    row: Mapping[str, Any]  # argument of `reset`
+    # Each call so far, for a replay: method, arguments, and hash of the answer.
     calls: list[tuple[str, tuple[Any, ...], str]] = field(default_factory=list)
-    # Number of the host's process that has the episode, counted from 1; -1 for none.
+    # Which of the host's processes has the episode: `_Host._generation` of that process. -1: none.
     generation: int = -1
 
     async def reset(self) -> Step:
@@ -155,7 +158,8 @@ class Episode:
         """Take an action.
 
         Raises:
-            EnvironmentFailedError: the environment raised, was too late, or died three times.
+            EnvironmentFailedError: the environment raised or was too late, its process died three
+                times, or a replay gave other answers.
             QuadrigaError: the environment cannot be loaded.
         """
         return await self._call("step", (action,))
@@ -174,7 +178,7 @@ class Episode:
         return (await self._call("sample", (text, seed, reference))).text
 
     async def finish(self) -> Step:
-        """End the episode, after which it takes no calls. Errors are those of `step`."""
+        """End the episode. No other call may follow. Errors are those of `step`."""
         return await self._call("finish", ())
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> Step:
@@ -214,7 +218,7 @@ class _Host:
         self.thread = ThreadPoolExecutor(1, "quadriga-environment")
         self._process: EnvironmentProcess | None = None
         self._description = Description()
-        self._generation = 0
+        self._generation = 0  # number of processes started so far
         self._is_closed = False
         self.episodes: set[Episode] = set()
 
@@ -225,7 +229,7 @@ class _Host:
             The description of the environment.
 
         Raises:
-            RolloutError: it ends, or does not answer, while it loads the environment.
+            RolloutError: the process ends, or does not answer, while it loads the environment.
             QuadrigaError: the environment cannot be loaded.
         """
         if self._process is not None:
@@ -235,7 +239,8 @@ class _Host:
         end = ""  # how the process has ended
         for _ in range(_MAX_DEATHS):
             # The first start of the host is no restart.
-            self._counts["restarts"] += self._generation > 0
+            if self._generation > 0:
+                self._counts["restarts"] += 1
             self._generation += 1
             self._process = EnvironmentProcess(self._spec, self._printed)
             try:
@@ -254,7 +259,11 @@ class _Host:
         raise self._load_error(f"{end}, {_MAX_DEATHS} times")
 
     def _load_error(self, got: str) -> RolloutError:
-        """Make the error of a process that has not loaded the environment."""
+        """Make the error of a process that has not loaded the environment.
+
+        Args:
+            got: what happened to the process.
+        """
         return RolloutError(
             f"environment {self._spec.name}",
             got=f"a process that did not load it: {got}",
@@ -268,15 +277,15 @@ class _Host:
         Args:
             episode: the episode.
             method: name of the method of the environment.
-            arguments: its arguments.
+            arguments: arguments of the method.
 
         Raises:
-            EnvironmentFailedError: the environment raised, was too late, or died three times.
+            EnvironmentFailedError: the environment raised or was too late, its process died three
+                times, or a replay gave other answers.
             QuadrigaError: the environment cannot be loaded.
         """
-        where = (
-            f"environment {self._spec.name}, {method} after {max(0, len(episode.calls) - 1)} steps"
-        )
+        num_steps = max(0, len(episode.calls) - 1)  # the first call is `reset`
+        where = f"environment {self._spec.name}, {method} after {num_steps} steps"
         end = ""  # how the process has ended
         for _ in range(_MAX_DEATHS):
             self.start()
@@ -302,7 +311,7 @@ class _Host:
     def close(self) -> None:
         """End the process and the thread. Any thread may call this."""
         self._is_closed = True
-        # Without the kill, `_stop` would have to wait for the call in progress.
+        # The thread runs `_stop` after the call in progress, which the kill ends at once.
         if self._process is not None:
             self._process.kill()
         self.thread.submit(self._stop)
@@ -323,7 +332,8 @@ class _Host:
                     "irreproducible",
                     where,
                     f"another answer to {method} than before",
-                    fix="Its randomness must come from the seed of reset, or from random and numpy.",
+                    fix="Take randomness from the seed of `reset`, or from the global generators of"
+                    " random, numpy and torch.",
                 )
 
     def _ask(self, episode: Episode, method: str, arguments: tuple[Any, ...], where: str) -> Step:
@@ -332,7 +342,7 @@ class _Host:
         Args:
             episode: the episode.
             method: name of the method of the environment.
-            arguments: its arguments.
+            arguments: arguments of the method.
             where: the call, for errors.
 
         Raises:
@@ -344,6 +354,7 @@ class _Host:
         try:
             answer = self._process.receive(self._timeout_s)
         except TimeoutError:
+            # The next call starts another process, which replays its episode.
             self._stop()
             got = f"no answer within {self._timeout_s:g} s (env.timeout_s); its process was killed"
             raise self._count_failure("timeouts", where, got, kind="timeout") from None
@@ -359,11 +370,11 @@ class _Host:
         """Count a failure, and make its error.
 
         Args:
-            count_name: the count to raise, one of `_COUNTS`.
+            count_name: name of the count to increase, one of `_COUNTS`.
             where: the call.
             got: what happened instead of a step.
             kind: kind of the failure in `Outcome`.
-            fix: advice.
+            fix: advice. "": none.
         """
         self._counts[count_name] += 1
         failure = EnvironmentFailedError(where, got, expected="a step", fix=fix)
@@ -374,10 +385,10 @@ class _Host:
         """End the process.
 
         Args:
-            patience_s: time in which it may end by itself before it is killed, in seconds.
+            patience_s: time in which the process may end by itself before it is killed, in seconds.
 
         Returns:
-            How it ended, such as its exit status. "": there is no process.
+            How the process ended, such as its exit status. "": there was none.
         """
         process = self._process
         self._process = None

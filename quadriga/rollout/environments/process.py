@@ -43,6 +43,7 @@ from quadriga.rollout.environments.interface import (
     plain_value,
 )
 
+# Flags of Linux's `unshare`: a new namespace for users, and one for network interfaces.
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 # Events of Python's audit hooks by which a program reaches the network.
@@ -60,8 +61,8 @@ class EnvironmentProcess:
     def __init__(self, spec: EnvironmentSpec, printed: OutputPrinter) -> None:
         output_fd, program_output_fd = os.pipe()
         try:
-            # A replay in another process must give the same texts, and the order in which a set of
-            # texts is iterated depends on this seed.
+            # A replay in another process must give the same texts. With another hash seed, a set of
+            # texts would be iterated in another order.
             self._program = SupervisedProgram(__name__, program_output_fd, {"PYTHONHASHSEED": "0"})
         finally:
             os.close(program_output_fd)
@@ -75,7 +76,7 @@ class EnvironmentProcess:
         self._connection.send(spec)
 
     def send(self, message: Any) -> None:
-        """Send a message. If the process has ended, `receive` says so."""
+        """Send a message. If the process has ended, the next `receive` raises an EOFError."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(message)
 
@@ -89,7 +90,7 @@ class EnvironmentProcess:
             TimeoutError: there is no answer in time.
             EOFError: the process has ended.
         """
-        # The limit on shown output is for each answer.
+        # What the environment prints before each answer is shown up to this limit.
         self._output.num_bytes_left = SAMPLE_BYTES
         deadline = time.monotonic() + timeout_s
         while True:
@@ -97,7 +98,8 @@ class EnvironmentProcess:
             if remaining_s <= 0:
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
             ready_fds = [fd for fd, _ in self._messages.poll(1000 * remaining_s)]
-            # A full pipe would block the process, so its output is read while it works.
+            # A full pipe would block the process, so its output is read while it works. `pass_on`
+            # returns True at the end of the output.
             if self._output_fd in ready_fds and self._output.pass_on():
                 self._messages.unregister(self._output_fd)
             if self._connection.fileno() in ready_fds:
@@ -114,13 +116,14 @@ class EnvironmentProcess:
         """End the process.
 
         Args:
-            patience_s: time in which it may end by itself before it is killed, in seconds.
+            patience_s: time in which the process may end by itself before it is killed, in seconds.
 
         Returns:
-            How it ended, such as its exit status.
+            How the process ended, such as its exit status.
         """
         was_closed = self._connection.closed
         end = self._program.close(patience_s)
+        # A second call must not close the file descriptor again: another file may have its number.
         if not was_closed:
             self._output.pass_on()
             os.close(self._output_fd)
@@ -157,19 +160,19 @@ def _serve(connection: Connection, host: "EpisodeHost") -> None:
         except (Exception, SystemExit) as error:
             answer = traceback_text(error)
         if os.getpid() != pid:
-            # The environment has forked, and this is the child: the parent answers.
+            # In a child that the environment has forked. Only the parent answers.
             os._exit(0)
         connection.send(answer)
 
 
 class EpisodeHost:
-    """The episodes of this process. They take turns with the global random states.
+    """The episodes of this process, each with its own global random states.
 
     Args:
         spec: the environment.
 
     Raises:
-        QuadrigaError: it cannot be loaded.
+        QuadrigaError: the environment cannot be loaded.
     """
 
     def __init__(self, spec: EnvironmentSpec) -> None:
@@ -181,13 +184,14 @@ class EpisodeHost:
             self.description = Description(tuple(environment.schemas))
         except QuadrigaError:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # users' code may raise anything
             raise RolloutError(
                 f"environment {spec.name}",
                 got=f"an object that cannot be made:\n{traceback_text(error)}",
                 expected="a class that can be called with env.options",
             ) from error
         _discard(environment)
+        # Both by number of the episode. The states are those after the last call.
         self._environments: dict[int, TextEnvironment] = {}
         self._random_states: dict[int, dict[str, Any]] = {}
 
@@ -207,7 +211,7 @@ class EpisodeHost:
             self._environments[episode] = self._make()
         else:
             restore_global_states(self._random_states[episode])
-        # The states are now those of this episode, as if it were alone in the process.
+        # The global random states are now as if this episode were alone in the process.
         step = getattr(self._environments[episode], method)(*arguments)
         self._random_states[episode] = global_states()
         if method == "finish":
@@ -235,14 +239,14 @@ class EpisodeHost:
         info = plain_value(step.info)
         if isinstance(info.get("state"), str):
             info["state"] = truncate(info["state"], limit, "middle")
-        # Half of a surrogate pair cannot be encoded; it becomes a question mark.
+        # Half of a surrogate pair cannot be encoded in UTF-8, so it becomes a question mark.
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         rewards = finite_rewards(step.rewards, num_agents)
         return replace(step, text=text, info=info, rewards=rewards)
 
 
 def _discard(environment: TextEnvironment) -> None:
-    """Free resources of an environment. An error is printed, since no call waits for this."""
+    """Free resources of an environment. An error is printed, because no call could raise it."""
     try:
         environment.discard()
     except Exception as error:
@@ -284,8 +288,8 @@ def restore_global_states(states: Mapping[str, Any]) -> None:
 def leave_network() -> None:
     """Take the network away from this process. This cannot be undone.
 
-    Where the kernel allows it, the process gets a network namespace without interfaces. In any
-    case, Python code that connects gets an error that says how to allow it.
+    Where the kernel allows it, the process gets a network namespace without interfaces. Everywhere,
+    Python code that uses the network gets an error that says how to allow it.
     """
     unshare = ctypes.CDLL(None, use_errno=True).unshare
     # Without CAP_SYS_ADMIN the process needs a new user namespace, too. A kernel that refuses both

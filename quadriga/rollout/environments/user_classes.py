@@ -37,7 +37,7 @@ from quadriga.rollout.environments.interface import (
 )
 from quadriga.user_file import accepted_arguments
 
-_NO_TOOLS = frozenset({"reset", "get_reward", "close"})
+_NO_TOOLS = frozenset({"reset", "get_reward", "close"})  # public methods that are no tools
 _MAX_ERROR_CHARACTERS = 2000
 
 
@@ -82,9 +82,9 @@ class SteppedEnvironment(TextEnvironment):
 
     Args:
         environment: the object.
-        read_action: converts a reply to the action that `step` takes. The model reads the message
-            if this raises a ValueError. None: the reply is the action.
-        instructions: text after the first observation.
+        read_action: converts a reply to the action that `step` takes. If it raises a ValueError,
+            the model reads the message of the error. None: the reply is the action.
+        instructions: text that the model reads after the first observation. "": none.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SteppedEnvironment(TextEnvironment):
             try:
                 action = self._read_action(str(action))
             except ValueError as error:
-                # The environment's `step` is outside the `try`: its errors are its own.
+                # Only errors of `read_action` are the model's mistakes, so `step` is called below.
                 return Step(f"Error: {error}", self._agent, info={"is_invalid": True})
         result = self.environment.step(action)
         observation, reward, is_done, info = _read_step(result)
@@ -148,10 +148,11 @@ class SteppedEnvironment(TextEnvironment):
         return as_observation(observation)
 
     def _add_state(self, info: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
-        """Add the observation to the info as "state", if it is not the state anyway.
+        """Add the observation to the info as "state", unless the info has a state.
 
-        The text that the agent reads is the state by default, and so is an observation that is a
-        text. A state that is in the info already stays.
+        Without a "state", the text that the agent reads is the state. That is enough if the
+        observation is a text. Otherwise the text may show it in another form, as when Gymnasium
+        renders it.
 
         Args:
             info: the info of a step.
@@ -169,7 +170,7 @@ def _read_step(result: Any) -> tuple[Any, Any, bool, Mapping[str, Any]]:
         Observation, reward, whether the episode is over, and info.
 
     Raises:
-        ValueError: it has none of the forms that `SteppedEnvironment` describes.
+        ValueError: the result has none of the forms that `SteppedEnvironment` describes.
     """
     if not isinstance(result, tuple) or len(result) not in (3, 4, 5):
         shown = type(result).__name__
@@ -178,7 +179,7 @@ def _read_step(result: Any) -> tuple[Any, Any, bool, Mapping[str, Any]]:
         raise ValueError(
             f"step returned {shown}, expected (observation, reward, terminated, truncated, info)"
         )
-    # After the reward: terminated, perhaps truncated, and with more than three values the info.
+    # Flags are `terminated` and perhaps `truncated`. Of more than three values, the last is info.
     observation, reward, *flags = result
     info = {}
     if len(result) > 3:
@@ -189,7 +190,7 @@ def _read_step(result: Any) -> tuple[Any, Any, bool, Mapping[str, Any]]:
 
 
 class ToolEnvironment(TextEnvironment):
-    """Adapter of an object whose public methods are tools, as TRL's `environment_factory` makes it.
+    """Adapter of an object whose public methods are tools, as in TRL's `environment_factory`.
 
     The reward of the episode is the result of `get_reward()`, or else the attribute `reward`.
 
@@ -206,7 +207,7 @@ class ToolEnvironment(TextEnvironment):
         self._methods: dict[str, Callable[..., Any]] = {}
         self._validators: dict[str, Callable[[Any], BaseModel]] = {}
         schemas = []
-        # Each public method is a tool, described by its signature and its docstring.
+        # Each public method is a tool. Its signature and docstring describe it to the model.
         for method_name, function in inspect.getmembers(type(environment), inspect.isfunction):
             if method_name.startswith("_") or method_name in _NO_TOOLS:
                 continue
@@ -243,12 +244,12 @@ class ToolEnvironment(TextEnvironment):
         try:
             result = self._methods[name](**arguments)
         except Exception as error:
-            # In this form of class, a tool raises to tell the model something.
+            # In classes of this form, a tool raises to tell the model what was wrong.
             return _refusal(str(error) or type(error).__name__)
         return Step(as_observation(result))
 
     def finish(self) -> Step:
-        """End the episode. Its reward is that of the object, or None if it has none."""
+        """End the episode, whose reward is that of the object; None if the object has no reward."""
         get_reward = getattr(self.environment, "get_reward", None)
         reward: Any = getattr(self.environment, "reward", None)
         if callable(get_reward):
@@ -270,5 +271,5 @@ def _close(environment: Any) -> None:
 
 
 def _refusal(reason: str) -> Step:
-    """Make the response to a call that was refused, which the model reads."""
+    """Make the response to a refused call, from which the model learns what was wrong."""
     return Step(f"Error: {reason[:_MAX_ERROR_CHARACTERS]}", info={"is_invalid": True})

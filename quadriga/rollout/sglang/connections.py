@@ -39,10 +39,10 @@ from quadriga.rollout.third_party import engine_lost_error, start_error
 logger = logging.getLogger(__name__)
 
 HEALTH_CHECK_EVERY_S = 10.0
-HOST = "quadriga.rollout.sglang.host"
-_END_S = 30.0
+HOST = "quadriga.rollout.sglang.host"  # the program of SGLang's process
+_END_S = 30.0  # time for the process to end by itself before it is killed
 _URL = "actor_rollout_ref.rollout.engine_kwargs.sglang.url"
-# Threads of a server's connection for requests other than for responses.
+# Threads of a server's connection for all requests but those for responses.
 _NUM_CONTROLS = 4
 
 
@@ -54,7 +54,7 @@ class SGLangProcess:
 
     Args:
         arguments: arguments of SGLang's engine.
-        silent_s: limit for the answer in seconds.
+        silent_s: time limit for the answer to a health check, in seconds.
 
     Attributes:
         version: version of SGLang.
@@ -81,12 +81,14 @@ class SGLangProcess:
         environment.setdefault("PYTHONWARNINGS", "ignore")
         environment.setdefault("TRANSFORMERS_VERBOSITY", "error")
         if arguments["device"] == "cpu":
-            # More threads than cores slow both processes. Compiling takes longer than it saves.
+            # More threads than cores would slow both processes.
             environment.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+            # Compiling takes longer than it saves.
             environment["TORCH_COMPILE_DISABLE"] = "1"
         self._connection, host_connection = Pipe()
-        # Our copy is closed at once, so that the end of the host process ends the connection. The
-        # new session makes a process group, by which all processes of SGLang are killed at the end.
+        # The `with` closes our copy of the host's end, so that the end of the host process ends the
+        # connection. The new session makes a process group, by which `_end_process` kills all
+        # processes of SGLang.
         with host_connection:
             host_fd = host_connection.fileno()
             self.process = subprocess.Popen(
@@ -98,14 +100,16 @@ class SGLangProcess:
             )
         try:
             self._connection.send(dict(arguments))
-            is_ready, self.version = self._connection.recv()
+            # After the start, the host sends SGLang's version, or the error.
+            is_ready, content = self._connection.recv()
         except (EOFError, OSError) as error:
             self._end_process()
             problem = f"a process that ended with status {self.process.returncode}"
             raise start_error("sglang", "SGLang", problem) from error
         if not is_ready:
             self._end_process()
-            raise start_error("sglang", "SGLang", self.version)
+            raise start_error("sglang", "SGLang", content)
+        self.version: str = content
         threading.Thread(target=self._read_replies, name="sglang", daemon=True).start()
         threading.Thread(target=self._check_health, name="sglang health", daemon=True).start()
 
@@ -122,8 +126,8 @@ class SGLangProcess:
             arguments: fields of the request.
 
         Returns:
-            SGLang's result; a RolloutError if it refuses the request, an EngineLostError if its
-            process has ended.
+            Future of SGLang's result. It has a RolloutError if SGLang refuses the request, and an
+            EngineLostError if SGLang's process has ended.
         """
         future: Future[Any] = Future()
         problem = "has ended"
@@ -143,7 +147,7 @@ class SGLangProcess:
     def _read_replies(self) -> None:
         """Main function of the reader thread: set the results of futures until the connection ends.
 
-        Futures without a reply then get an error.
+        Futures of requests that have no reply by then get an error.
         """
         while True:
             try:
@@ -152,11 +156,12 @@ class SGLangProcess:
                 break
             with self._lock:
                 future = self._replies.pop(number)
-            # Requests about weights return a pair: whether they succeeded, and a message.
+            # Requests about weights and the cache return a pair: whether they succeeded, and a
+            # message.
             if isinstance(result, tuple):
                 is_done, result = result
             if not future.set_running_or_notify_cancel():
-                continue
+                continue  # the caller has cancelled it
             if is_done:
                 future.set_result(result)
             else:
@@ -187,7 +192,7 @@ class SGLangProcess:
     def _end_process(self) -> None:
         """Ask the host to end SGLang and itself, then kill the remaining processes."""
         with suppress(OSError):  # the host may have ended
-            self._connection.send(None)
+            self._connection.send(None)  # the sign to end
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
         with suppress(ProcessLookupError):  # all processes may have ended
@@ -246,15 +251,15 @@ class SGLangServer:
         if LOADER not in (info.get("custom_weight_loader") or ()):
             raise RolloutError(
                 self._client.where,
-                got="a server that does not say which weights reach it",
-                expected=f"--custom-weight-loader {LOADER}",
+                got="a server that does not report which weights it receives",
+                expected=f"a server started with --custom-weight-loader {LOADER}",
             )
         context_length = int(info.get("context_length") or 0)
         if 0 < context_length <= max_model_len:
             raise RolloutError(
                 self._client.where,
                 got=f"--context-length {context_length}",
-                expected=f"more than {max_model_len}",
+                expected=f"a server started with more than {max_model_len}",
             )
 
     def close(self) -> None:
@@ -270,7 +275,8 @@ class SGLangServer:
             arguments: fields of the request.
 
         Returns:
-            The server's reply; a RolloutError if it refuses the request or does not answer.
+            Future of the server's reply. It has a RolloutError if the server refuses the request or
+            does not answer.
         """
         if payloads := arguments.get("serialized_named_tensors"):
             encoded = [base64.b64encode(payload).decode() for payload in payloads]
@@ -296,5 +302,5 @@ class SGLangServer:
                 f"{self._client.where}/{method}",
                 got=f"a server that does not answer ({error})",
                 expected="an answer",
-                fix=f"Look whether it runs, and at its log: {_URL}.",
+                fix=f"Check whether the server of {_URL} runs, and look at its log.",
             ) from error

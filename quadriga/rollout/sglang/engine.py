@@ -53,10 +53,11 @@ from quadriga.weight_sync.buckets import num_bytes
 from quadriga.weight_sync.publish import NamedWeights
 
 _GIB = 1 << 30
-_ABORT_AGAIN_S = 0.2
+_ABORT_AGAIN_S = 0.2  # time after which `abort` asks SGLang again
 # Copies of a bucket that exist at once: tensors and bytes, each here and in SGLang's process.
 _COPIES = 4
-# Share of the host's memory on a CPU. It is only a bound there: the KV cache has its own size.
+# On a CPU, share of the host's memory that SGLang may take. The KV cache has its own size, so this
+# is only an upper bound.
 _SHARE_OF_HOST = 0.9
 # SGLang reserves a few positions of its limit, and cuts responses short that come near it.
 _SPARE_TOKENS = 8
@@ -100,13 +101,11 @@ class SGLangEngine(ThirdPartyEngine):
         self.description = description
         if not connection.has_seeds:
             self.description += f"; {_UNSEEDED}"
-        # Held while requests are sent, so that `abort` sees all of a batch or none. Guards the rest.
+        # Guards the next three. Held while a batch is sent, so that `abort` sees all of it or none.
         self._lock = threading.Lock()
-        # Pending replies by SGLang's name of the request, the requests that `abort` may have ended,
-        # and the number of calls of `abort` that have not returned.
-        self._running: dict[str, Future[Any]] = {}
-        self._aborted: set[str] = set()
-        self._num_aborting = 0
+        self._running: dict[str, Future[Any]] = {}  # pending replies by name of the request
+        self._aborted: set[str] = set()  # names of requests that `abort` may have ended
+        self._num_aborting = 0  # calls of `abort` that have not returned
         # In a sleep: whether a load has mapped the memory of the weights again.
         self._has_resumed_weights = False
 
@@ -119,7 +118,7 @@ class SGLangEngine(ThirdPartyEngine):
         problem = None if is_on_cpu else devices_problem(setup.config)
         if problem:
             raise problem
-        # Makes the engine of a connection, which is a process or a server.
+        # Called with a connection, a process or a server, to make the engine on it.
         make = partial(
             cls,
             manifest=Manifest.of(skeleton),
@@ -206,21 +205,26 @@ class SGLangEngine(ThirdPartyEngine):
                 for (request_id, future), prompt, params in replies
             ]
         finally:
-            # After an error nobody waits for the others, which would still take memory and time.
+            # After an error nobody waits for the other requests, which would still take memory and
+            # time.
             for request_id, future in futures.items():
                 if not future.done():
                     self.connection.ask("abort_request", rid=request_id)
                 self._forget(request_id)
 
     def abort(self) -> None:
-        """End unfinished responses, also those that begin meanwhile. Any thread may call this."""
+        """End unfinished responses, and those that begin before this returns.
+
+        Any thread may call this.
+        """
         with self._lock:
             pending = list(self._running.values())
             self._aborted.update(self._running)
             self._num_aborting += 1
         try:
             while pending:
-                # SGLang ends the requests that it knows; others may still be on their way.
+                # SGLang ends the requests that it knows. Others may still be on their way, so this
+                # is repeated.
                 self._call("abort_request", abort_all=True)
                 pending = list(wait(pending, _ABORT_AGAIN_S).not_done)
         finally:
@@ -228,7 +232,7 @@ class SGLangEngine(ThirdPartyEngine):
                 self._num_aborting -= 1
 
     def sleep(self) -> None:
-        """Release memory, on accelerators. The weights are dropped: the next load brings all."""
+        """Release memory, on accelerators. The weights are dropped, so a load must bring them."""
         super().sleep()
         self._has_resumed_weights = False
         if self.can_sleep:
@@ -244,7 +248,7 @@ class SGLangEngine(ThirdPartyEngine):
             self._call("resume_memory_occupation", tags=tags)
 
     def close(self) -> None:
-        """End the engine, and SGLang if it was started here."""
+        """End the engine, and SGLang unless it is a running server."""
         if self._state != "closed":
             super().close()
             self.connection.close()
@@ -259,13 +263,15 @@ class SGLangEngine(ThirdPartyEngine):
         Raises:
             WeightSyncError: the set is incomplete, or SGLang cannot load it.
         """
-        # Handles exist only for memory of a GPU, also where copies come from another process.
+        # A handle gives another process access to memory of this process's GPU, so tensors from the
+        # host are copied there first.
         takes_handles = self.connection.takes_handles
         device = "cuda" if takes_handles else "cpu"
+        # `ForkingPickler` pickles tensors as handles, `pickle` with their content.
         dump = ForkingPickler.dumps if takes_handles else pickle.dumps
 
         def copy(weight: tuple[str, torch.Tensor], _: int) -> tuple[str, torch.Tensor]:
-            # A view would be sent with all of the memory that it is a view of.
+            # A view would be sent together with all of the memory behind it.
             name, tensor = weight
             return name, tensor.detach().to(device, copy=True).contiguous()
 
@@ -278,7 +284,7 @@ class SGLangEngine(ThirdPartyEngine):
             checked = self._manifest.check_stream(weights)
             try:
                 for bucket in buckets(checked, num_bytes, self.bucket_bytes // _COPIES, copy):
-                    # Handles are made for each process: each counts as one reader of the memory.
+                    # Pickled once for each process, because a handle has one reader.
                     processes = range(self.connection.num_processes)
                     self._call(
                         "update_weights_from_tensor",
@@ -288,7 +294,7 @@ class SGLangEngine(ThirdPartyEngine):
                     )
                     num_sent += 1
             finally:
-                # Also after a stream that ended early, so that the next load and its fingerprints
+                # Even after an error in the stream, so that the next load and its fingerprints
                 # start from nothing.
                 self._call("end_weight_update")
                 if num_sent:
@@ -296,7 +302,7 @@ class SGLangEngine(ThirdPartyEngine):
             self._call("flush_cache")
         self.has_dropped_weights = False
         if takes_handles:
-            # Free the memory that the other processes have closed.
+            # Free memory whose handles the other processes have closed.
             torch.cuda.ipc_collect()
 
     def _call(self, method: str, **arguments: Any) -> Any:
@@ -312,9 +318,15 @@ class SGLangEngine(ThirdPartyEngine):
     def _start_request(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> tuple[str, Future[Any]]:
-        """Send a request for a response; return its name and the future of SGLang's reply.
+        """Send a request for a response. The caller must hold the lock.
 
-        Needs the lock.
+        Args:
+            prompt: token ids.
+            sampling: how the response is sampled.
+            images: images of the prompt.
+
+        Returns:
+            SGLang's name of the request, and the future of the reply.
         """
         request_id = uuid.uuid4().hex
         sampling_params = {
@@ -330,7 +342,7 @@ class SGLangEngine(ThirdPartyEngine):
             sampling_params["sampling_seed"] = sampling.seed % (1 << SEED_BITS)
         request: dict[str, Any] = {"input_ids": list(prompt)}
         if images is not None:
-            # SGLang repeats the one token of each image by itself.
+            # SGLang expands the one token of each image by itself.
             request["input_ids"] = list(images.short_prompt)
             request["image_data"] = image_data_urls(images, self.name)
         future = self.connection.ask(
@@ -342,14 +354,14 @@ class SGLangEngine(ThirdPartyEngine):
         )
         self._running[request_id] = future
         if self._num_aborting:
-            # SGLang may get this request before the one that aborts all.
+            # SGLang may get this request before the request of `abort`, which then ends it.
             self._aborted.add(request_id)
         return request_id, future
 
     def _require_ready(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
     ) -> None:
-        """Check the arguments of a batch, also for combinations that SGLang cannot sample.
+        """Check the engine and the arguments of a batch, and refuse what SGLang cannot sample.
 
         Args:
             prompts: token ids of each prompt.
@@ -375,10 +387,10 @@ class SGLangEngine(ThirdPartyEngine):
     ) -> Completion:
         """Make the completion of a reply.
 
-        SGLang's log-probabilities are those after the temperature and before filters.
+        SGLang reports log-probabilities after the temperature and before filters.
 
         Args:
-            request_id: name of the request.
+            request_id: SGLang's name of the request.
             reply: SGLang's reply.
             prompt: token ids, with one for each embedding of an image.
             sampling: how the response was sampled.
@@ -393,7 +405,7 @@ class SGLangEngine(ThirdPartyEngine):
                 f"{self.name}.generate",
                 got=f"a prompt of {num_prompt_tokens} tokens",
                 expected=f"{len(prompt)}, as the data expanded it",
-                fix="SGLang's image processor must have the sizes of data.mm_processor_kwargs.",
+                fix="Give SGLang's image processor the sizes of data.mm_processor_kwargs.",
             )
 
         tokens = list(reply.get("output_ids") or ())
@@ -405,7 +417,7 @@ class SGLangEngine(ThirdPartyEngine):
             length = min(len(tokens), len(log_probs))
             tokens = tokens[:length]
             log_probs = log_probs[:length]
-        # A response that SGLang aborts by itself, for want of memory, is a failure.
+        # An abort that nobody here has asked for is a failure: SGLang lacked memory.
         if reason is None or (reason == "abort" and request_id not in self._aborted):
             problem = f"a response that ended with {finish.get('message') or finish}"
         elif len(log_probs) != len(tokens):
@@ -417,15 +429,15 @@ class SGLangEngine(ThirdPartyEngine):
             problem = "a log-probability that is not a number"
             problem += ": the weights hold NaN or infinite values, or overflow"
         else:
-            # Log-probabilities after filters are unknown.
+            # With filters, the log-probabilities after them are unknown.
             sampling_log_probs = [] if has_filters(sampling) else list(log_probs)
             return Completion(tokens, log_probs, reason, self.weight_version, sampling_log_probs)
         raise RolloutError(
             f"{self.name}.generate",
             got=problem,
             expected="a response",
-            fix="A larger actor_rollout_ref.rollout.cache_gigabytes, fewer max_num_seqs,"
-            " or float32 may help.",
+            fix="Try a larger actor_rollout_ref.rollout.cache_gigabytes, a smaller max_num_seqs,"
+            " or float32.",
         )
 
 
@@ -435,7 +447,7 @@ def _connect_engines(
     """Connect to the servers that `engine_kwargs.sglang` names.
 
     Args:
-        setup: the rollout's part of the configuration.
+        setup: the configuration, tokenizer and device of the rollout.
         make: makes the engine of a connected server.
 
     Raises:
@@ -450,8 +462,8 @@ def _connect_engines(
         raise ConfigError(
             "actor_rollout_ref.rollout.engine_kwargs.sglang",
             got=f"{setup.rollout.engine_kwargs}",
-            expected="url, or urls (a list, each once), perhaps timeout_s and headers:"
-            " servers have own settings",
+            expected="url, or urls (a list, each once), and perhaps timeout_s and headers",
+            fix="Set all other options on the command line of the servers.",
         )
 
     def connect(url: str) -> SGLangEngine:
@@ -485,8 +497,8 @@ def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, 
     """The configuration as arguments of SGLang's engine.
 
     Args:
-        setup: the rollout's part of the configuration.
-        cache_tokens: tokens that the KV cache holds. None: SGLang decides, within
+        setup: the configuration, tokenizer and device of the rollout.
+        cache_tokens: number of tokens that the KV cache holds. None: SGLang decides, within
             `gpu_memory_utilization`.
 
     Returns:
@@ -505,7 +517,7 @@ def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, 
         "chunked_prefill_size": rollout.max_num_batched_tokens,
         "mem_fraction_static": rollout_share(setup.config) / rollout.data_parallel_size,
         "tp_size": rollout.tensor_model_parallel_size,
-        "load_format": "dummy",
+        "load_format": "dummy",  # random weights, which the first load replaces
         "custom_weight_loader": [LOADER],
         "enable_deterministic_inference": not is_on_cpu,
         "enable_memory_saver": setup.can_sleep,

@@ -32,7 +32,7 @@ _INSTALL = (
 
 # Read by SGLang. Variables that are already set are not changed.
 _ENVIRONMENT = {
-    # A few more positions than the model has are requested, but not used: see `_SPARE_TOKENS`.
+    # `context_length` may exceed the model's positions by `_SPARE_TOKENS`, which are never used.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
@@ -104,9 +104,10 @@ class SGLangLibrary:
         if method == "abort_request":
             return self._manager.abort_request(**arguments)
         if method == "flush_cache":
+            # A pair of success and message, as for requests about weights.
             done = await self._manager.flush_cache()
             return done.success, done.message
-        # All other requests have a class each, and the manager has a method of the same name.
+        # Each other request has a class, and the manager has a method with the request's name.
         request = getattr(self._requests, _REQUESTS[method])(**arguments)
         return await getattr(self._manager, method)(request, None)
 
@@ -114,15 +115,16 @@ class SGLangLibrary:
 def main() -> None:
     """Serve the pipe whose file descriptor is the first argument of the program."""
     streams.install()
-    # Warnings go to the log, of which only errors are printed.
+    # Warnings go to the log, which prints only errors.
     logging.captureWarnings(True)
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    # SGLang's processes may outlive this one, whose end must end the connection.
+    # Not inherited by SGLang's processes: they may outlive this process, whose end must end the
+    # connection.
     os.set_inheritable(connection.fileno(), False)
     try:
         library = SGLangLibrary(connection.recv())
     except Exception as error:  # SGLang's failures have no class in common
-        # The parent process raises it.
+        # The parent process raises the error.
         connection.send((False, first_line(error)))
         raise
     try:
@@ -136,7 +138,7 @@ async def _serve(library: SGLangLibrary, connection: "Connection[Any, Any]") -> 
     """Run a task for each request until None arrives or the connection ends."""
 
     async def respond(number: int, method: str, arguments: dict[str, Any]) -> None:
-        # SGLang's failures have no class in common. The caller of the request raises them.
+        # An error is caught whatever its class. It is sent as the result, for the caller to raise.
         [result] = await asyncio.gather(library.call(method, arguments), return_exceptions=True)
         failed = isinstance(result, BaseException)
         connection.send((number, not failed, first_line(result) if failed else result))

@@ -12,17 +12,17 @@ import torch.distributed as dist
 from quadriga.weight_sync.fingerprint import tensor_fingerprint
 from quadriga.weight_sync.publish import NamedWeights
 
-LOADER = "quadriga.rollout.sglang.receiver.load"
-FINGERPRINTS = "quadriga/fingerprints"
-_MARKS = "quadriga_marks"
+LOADER = "quadriga.rollout.sglang.receiver.load"  # name by which SGLang imports `load`
+FINGERPRINTS = "quadriga/fingerprints"  # name of a "weight" whose value are the fingerprints
+_MARKS = "quadriga_marks"  # attribute of SGLang's model with the fingerprints by name
 
 
 def load(model: Any, weights: NamedWeights) -> None:
     """Load some weights of a set, and fingerprint the tensors that the model gets.
 
-    The fingerprints are read as if they were a weight of the model with the name `FINGERPRINTS`.
-    Its value is a list: for each process with the model, the fingerprints of the weights that were
-    loaded since the list was last read.
+    SGLang has no request for fingerprints. They are read as if they were a weight of the model with
+    the name `FINGERPRINTS`. The value of this weight is a list with a dictionary for each process
+    with the model: the fingerprints of the weights that were loaded since the last reading.
 
     Args:
         model: SGLang's model.
@@ -36,7 +36,7 @@ def load(model: Any, weights: NamedWeights) -> None:
             if name != FINGERPRINTS:
                 return None if original is None else original(name, *args, **options)
             marks = dict(getattr(model, _MARKS))
-            # The next load begins with an empty list.
+            # The next load begins without fingerprints.
             getattr(model, _MARKS).clear()
             if not dist.is_initialized() or dist.get_world_size() == 1:
                 return [marks]

@@ -24,8 +24,8 @@ from quadriga.rollout.vllm.cores import Core
 from quadriga.rollout.vllm.library import WHERE, VLLMLibrary
 from quadriga.weight_sync.publish import NamedWeights, name_some
 
-_MERGE = "With actor_rollout_ref.model.lora_merge=true the adapter travels merged."
-# Ranks that vLLM can make room for. The last one is its trait `max_adapter_rank`.
+_MERGE = "Or set actor_rollout_ref.model.lora_merge=true, so that the adapter arrives merged."
+# Ranks that vLLM can make room for. The last one is the trait `max_adapter_rank` of this engine.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -33,12 +33,12 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 class Adapter:
     """Description of an adapter: rank, scale, and the names and shapes of its matrices."""
 
-    shape: AdapterShape
-    manifest: Manifest
+    shape: AdapterShape  # rank and scale
+    manifest: Manifest  # names and shapes of the matrices A and B
 
     @property
     def modules(self) -> list[str]:
-        """Sorted last parts of the names of its modules, such as q_proj."""
+        """Names of the kinds of modules that have matrices, such as q_proj, sorted."""
         modules = set()
         for name in self.manifest.shapes:
             module, _, _ = name.partition(".lora_")
@@ -58,7 +58,7 @@ class AdapterSlot:
     adapter: Adapter
     library: VLLMLibrary
     core: Core  # vLLM's engine
-    number: int = 0  # of loads so far; vLLM tells adapters apart by it
+    number: int = 0  # number of loads so far, by which vLLM tells adapters apart
     request: Any = None  # `LoRARequest` to send with each prompt; None while there is no adapter
 
     def replace(self, factors: Mapping[str, torch.Tensor]) -> list[dict[str, str]]:
@@ -71,7 +71,7 @@ class AdapterSlot:
             For each process of vLLM, the fingerprints of the matrices that it read.
 
         Raises:
-            WeightSyncError: afterwards vLLM holds another adapter, or not all of this one.
+            WeightSyncError: after the load, vLLM holds another adapter, or not all of this one.
         """
         # No request may use a half-loaded adapter, so `request` is only set at the end.
         if self.request is not None:
@@ -90,7 +90,7 @@ class AdapterSlot:
                     f"{WHERE}, adapter",
                     got=f"adapters {sorted(numbers)} in vLLM",
                     expected=f"only number {self.number}, which was just given to it",
-                    fix=f"Nothing else may give adapters to this vLLM. {_MERGE}",
+                    fix=f"Give no other adapters to this vLLM. {_MERGE}",
                 )
             missing = self.core.call("missing_factors")
         for rank, names in enumerate(missing):
@@ -99,7 +99,8 @@ class AdapterSlot:
                     f"{WHERE}, adapter in process {rank}",
                     got=f"{len(names)} matrices that no layer of vLLM's holds: {name_some(names)}",
                     expected="each in the layer that it belongs to",
-                    fix=f"vLLM has other modules for this model than transformers. {_MERGE}",
+                    fix="vLLM has other modules for this model than transformers: train others"
+                    f" (actor_rollout_ref.model.target_modules). {_MERGE}",
                 )
         self.request = request
         return marks
@@ -112,7 +113,8 @@ def split_off_adapter(
 
     Args:
         weights: names and tensors.
-        factors: gets copies of the adapter's matrices, on the host, while the stream is read.
+        factors: empty. While the stream is read, it gets copies of the adapter's matrices, on the
+            host, by name.
 
     Yields:
         The other weights.

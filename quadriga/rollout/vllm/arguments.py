@@ -20,8 +20,9 @@ def arguments_of(setup: EngineSetup, adapter: Adapter | None, *, is_vision: bool
     """The configuration as arguments of vLLM's engine.
 
     Args:
-        setup: the rollout's part of the configuration.
-        adapter: adapter that vLLM applies; None: none.
+        setup: the configuration, tokenizer and device of the rollout.
+        adapter: adapter that vLLM applies to the weights; None: there is none, or it arrives merged
+            into the weights.
         is_vision: whether the model takes images.
 
     Returns:
@@ -33,13 +34,14 @@ def arguments_of(setup: EngineSetup, adapter: Adapter | None, *, is_vision: bool
     is_on_cpu = setup.device.type == "cpu"
     max_num_seqs = rollout.max_num_seqs
     if not is_on_cpu and "max_num_seqs" not in rollout.model_fields_set:
-        # A GPU decodes more rows in about the same time. vLLM starts those that its cache holds.
+        # A GPU decodes more sequences in about the same time. vLLM starts what its cache holds.
         max_num_seqs = SEQUENCES_ON_GPU
-    # A pass has at least one token of each sequence. On a CPU it also holds a whole prompt: vLLM
-    # cannot divide a prompt with a seed there, because it cannot reset the generator.
+    # A pass of the model has at least one token of each sequence. On a CPU it must also take a
+    # whole prompt: vLLM cannot divide the prompt of a request with a seed there, because it cannot
+    # reset the generator.
     smallest_pass = max(max_num_seqs, setup.max_model_len) if is_on_cpu else max_num_seqs
-    # Training needs log-probabilities before filters. vLLM reports those only at temperature 1,
-    # which the checks of the configuration require.
+    # Training needs log-probabilities before filters. With filters, vLLM reports these only for
+    # temperature 1 ("raw_logprobs"), which the checks of the configuration require.
     is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     # In asynchronous training one engine generates and, if there is validation data, another one
     # validates. Both share the GPU's memory.
@@ -98,7 +100,7 @@ def sampling_of(
         params: sampling parameters.
         library: the imported vLLM.
         eos_token_ids: end-of-text tokens of the model.
-        has_seed: whether the response has its own seed.
+        has_seed: whether the response has its own seed. If not, vLLM draws from torch's generator.
 
     Returns:
         `vllm.SamplingParams`.
@@ -107,14 +109,14 @@ def sampling_of(
         max_tokens=params.max_tokens,
         **params.drawing,
         seed=params.seed % (1 << SEED_BITS) if has_seed else None,
-        # `stops` includes the model's end-of-text tokens if they count, so vLLM must not add them.
+        # vLLM's own rule is off: `stops` has the end-of-text tokens, unless they are ignored.
         stop_token_ids=sorted(params.stops(eos_token_ids)),
         ignore_eos=True,
         stop=list(params.stop),
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         detokenize=bool(params.stop),  # text is only needed to find stop strings
-        logprobs=0,
+        logprobs=0,  # of the drawn token, and of no other ones
         flat_logprobs=True,
         output_kind=library.sampling.RequestOutputKind.FINAL_ONLY,
     )

@@ -4,17 +4,17 @@
 `InProcessCore`  The caller's thread makes the steps. Tensors are passed to the model as they are.
 `ProcessCore`    vLLM's front end runs in a thread here. Requests join and leave while others run.
 
-    any thread -- respond(a) ----+                     +------------------+  msgpack  +-------------+
-    any thread -- respond(b) ----+-> event loop of --> | vLLM's front end | <-------> | engine core |
+    any thread -- respond(a) ---------------+                     +------------------+  msgpack  +-------------+
+    any thread -- respond(b) ---------------+-> event loop of --> | vLLM's front end | <-------> | engine core |
     any thread -- ask, paused_for_weights --+   a thread          +------------------+           +-------------+
 
 consumes: requests from any thread and event loop; each is a coroutine on the thread's loop.
 waits for: the process of the engine core; if it dies, every call ends with an error.
 unblocked by: the end of a response, `abort`, the caller's cancellation, `close`.
 
-While requests run, new weights are loaded between two steps (`paused_for_weights`). vLLM's worker then reports
-how many tokens each response has, so that each token gets the version that drew it, whenever it is
-delivered. A response without a token begins anew.
+While requests run, new weights are loaded between two steps (`paused_for_weights`). vLLM's worker
+then reports how many tokens each response has drawn, so that each token gets the version that drew
+it, even if it is delivered after the load. A response that has drawn no token begins anew.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ from quadriga.rollout.vllm.library import (
 
 logger = logging.getLogger(__name__)
 
-_END_S = 30.0
+_END_S = 30.0  # time limit for the end of vLLM and of the thread
 HEALTH_CHECK_EVERY_S = 10.0
 
 
@@ -61,7 +61,8 @@ class VLLMRequest(NamedTuple):
         prompt: vLLM's prompt.
         sampling: `vllm.SamplingParams`.
         adapter: vLLM's `LoRARequest`; None without an adapter.
-        expanded: prompt with images as vLLM should expand it; None for text.
+        expanded: token ids of a prompt with images, as the data expanded it and vLLM should; None
+            for text.
     """
 
     prompt: dict[str, Any]
@@ -75,10 +76,11 @@ class Response:
     """A response so far.
 
     Attributes:
-        expanded: see `VLLMRequest`.
-        versions: for each set of weights that drew tokens, the number of its first token and its
-            version.
-        is_void: whether newer weights were loaded before its first token.
+        expanded: token ids of a prompt with images, as the data expanded it; None for text.
+        versions: for each version of the weights that drew tokens, a pair: the number of the first
+            token that it drew, counted from 0, and the version. Empty: not recorded.
+        is_void: whether newer weights were loaded before the response's first token, so that it is
+            generated anew.
         token_ids: generated tokens.
         log_probs: log-probability of each token, as vLLM reports it.
         reason: vLLM's finish reason; None if unfinished.
@@ -110,11 +112,11 @@ class Response:
             raise RolloutError(
                 WHERE,
                 got=f"{num_tokens} tokens of a prompt with images,"
-                " as vLLM's image processor counts them",
-                expected=f"{len(self.expanded)}, as the data's does",
-                fix="Both read preprocessor_config.json: set image sizes by"
-                " data.mm_processor_kwargs alone, and nothing of the kind under"
-                " actor_rollout_ref.rollout.engine_kwargs.vllm.",
+                " as vLLM's image processor expanded it",
+                expected=f"the {len(self.expanded)} tokens of the data",
+                fix="Set sizes of images only by data.mm_processor_kwargs, and leave them out of"
+                " actor_rollout_ref.rollout.engine_kwargs.vllm. Both image processors read"
+                " preprocessor_config.json.",
             )
         [sequence] = output.outputs
         if sequence.token_ids:
@@ -136,7 +138,7 @@ class Response:
         Args:
             sampling: how the response was sampled.
             log_probs_of: distribution of vLLM's log-probabilities, see `split_log_probs`.
-            weight_version: version of the weights at its end.
+            weight_version: version of the weights at the end of the response.
 
         Returns:
             The completion, with finish reason "abort" if the response is unfinished.
@@ -153,15 +155,15 @@ class Response:
                 WHERE,
                 got="a log-probability that is not a number",
                 expected="finite logits",
-                fix="The weights hold NaN or infinite values, or overflow: look at actor/grad_norm,"
-                " or use float32.",
+                fix="Look at actor/grad_norm, or use float32: the weights hold NaN or infinite"
+                " values, or overflow.",
             )
         log_probs, sampling_log_probs = split_log_probs(self.log_probs, sampling, log_probs_of)
         # Each version drew the tokens up to the first one of the next version.
         num_tokens = len(self.token_ids)
         ends = [*(first for first, _ in self.versions[1:]), num_tokens]
         versions = []
-        # An engine in this process does not set `versions`: then there is nothing to repeat.
+        # An engine in this process leaves `self.versions` empty, and then `versions` stays empty.
         for end, (_, version) in zip(ends, self.versions, strict=False):
             # With asynchronous scheduling vLLM may draw one token beyond the end of a response.
             versions += [version] * (min(end, num_tokens) - len(versions))
@@ -180,8 +182,8 @@ class Core(ABC):
     """vLLM's engine.
 
     Attributes:
-        is_in_process: whether it is in this process.
-        is_lost: whether its process has ended.
+        is_in_process: whether the engine is in this process.
+        is_lost: whether the engine's own processes have ended.
     """
 
     is_in_process: ClassVar[bool]
@@ -217,8 +219,8 @@ class Core(ABC):
 def restored_process_state(device: torch.device) -> Iterator[None]:
     """Context manager: restore random states and the number of threads of this process on exit.
 
-    A start of vLLM sets seeds and, on a GPU, the number of threads to 1. In this process both belong
-    to the trainer.
+    A start of vLLM sets seeds and, on a GPU, the number of torch's threads to 1. In this process
+    both belong to the trainer.
 
     Args:
         device: device of vLLM.
@@ -244,15 +246,17 @@ class InProcessCore(Core):
         library: the imported vLLM.
         arguments: arguments of vLLM's engine.
         device: device of the model.
-        place: place of a rank of a rollout group, the argument `group` of `executor`.
+        place: name of the rollout group, and this rank in torch's default group; see `executor`.
+            None: there is no group.
     """
 
     is_in_process = True
     # Engines of this process share vLLM's process groups. The first engine that is shut down or
     # collected as garbage ends them, and torch's process group as well, whoever made that.
     # Therefore closed engines are kept until the last one is closed.
-    _open: ClassVar[set[int]] = set()
-    _closed: ClassVar[list[Any]] = []
+    _open: ClassVar[set[int]] = set()  # identities of the objects whose engine is not closed
+    _closed: ClassVar[list[Any]] = []  # vLLM's engines that are closed, but not shut down
+    # Whether torch's process group existed before vLLM. Then no engine is shut down by `close`.
     _has_foreign_group: ClassVar[bool] = False
 
     def __init__(
@@ -266,9 +270,10 @@ class InProcessCore(Core):
             InProcessCore._has_foreign_group = dist.is_available() and dist.is_initialized()
         self._ids = itertools.count(1)
         self._aborted = threading.Event()
-        # Steps need the stance of the start, when vLLM compiles and captures CUDA graphs.
+        # torch's setting for compilation. Steps need the same one as the start, when vLLM compiles
+        # and captures CUDA graphs.
         self._stance = "force_eager" if arguments["enforce_eager"] else "default"
-        # With asynchronous scheduling a batch may be in flight when this process lets vLLM sleep.
+        # With asynchronous scheduling, a step might still be in flight when vLLM is put to sleep.
         arguments = {"async_scheduling": False} | arguments
         with (
             engine_environment(),
@@ -282,7 +287,7 @@ class InProcessCore(Core):
         InProcessCore._open.add(id(self))
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of vLLM's engine, or else of its engine core.
+        """Call a method of vLLM's engine, or of its engine core if the engine does not have it.
 
         Args:
             method: name of the method.
@@ -322,7 +327,7 @@ class InProcessCore(Core):
                         responses[output.request_id].add(output)
                         if count_ended is not None and output.finished:
                             count_ended(1)
-            # After `abort`: the tokens so far.
+            # After `abort` some are unfinished. They get their tokens so far.
             for output in partial_outputs(self.engine, responses):
                 responses[output.request_id].add(output)
         finally:
@@ -335,7 +340,7 @@ class InProcessCore(Core):
         self._aborted.set()
 
     def close(self) -> None:
-        """End the engine."""
+        """End the engine. It is shut down with the last engine of this process; see `_open`."""
         InProcessCore._open.discard(id(self))
         InProcessCore._closed.append(self.engine)
         if not (InProcessCore._open or InProcessCore._has_foreign_group):
@@ -353,7 +358,8 @@ class ProcessCore(Core):
     Args:
         library: the imported vLLM.
         arguments: arguments of vLLM's engine.
-        silent_s: limit for the answer in seconds. vLLM answers between two steps.
+        silent_s: time limit for the answer to a health check, in seconds. vLLM answers between two
+            steps.
     """
 
     is_in_process = False
@@ -361,10 +367,9 @@ class ProcessCore(Core):
     def __init__(self, library: VLLMLibrary, arguments: dict[str, Any], silent_s: float) -> None:
         self._ids = itertools.count(1)
         self._silent_s = silent_s
-        # Both are used on the thread's loop: unfinished responses by vLLM's name for the request,
-        # and whether responses may begin.
-        self._running: dict[str, Response] = {}
-        self._is_open = asyncio.Event()
+        # Both are only used on the thread's loop.
+        self._running: dict[str, Response] = {}  # unfinished responses by our name of the request
+        self._is_open = asyncio.Event()  # set while responses may begin
         self._is_open.set()
         self._thread = EventLoopThread("vllm")
         vllm = library.module
@@ -420,8 +425,8 @@ class ProcessCore(Core):
             response = Response(request.expanded, [(0, version)])
             self._running[request_id] = response
             try:
-                # No variable holds the generator: after an error it ends at once, and so does the
-                # request.
+                # The generator is not held by a variable, so that after an error it is collected at
+                # once, which ends the request.
                 async for output in self.engine.generate(
                     request.prompt, request.sampling, request_id, lora_request=request.adapter
                 ):
@@ -448,8 +453,9 @@ class ProcessCore(Core):
             await self.engine.pause_generation(mode="keep", clear_cache=not keeps_cache)
             if not self._running:
                 return {}
+            # All ranks draw the same tokens, so the first one's numbers suffice.
             num_tokens, *_ = await self.engine.collective_rpc("drawn_tokens")
-            # vLLM appends a suffix to our names of requests.
+            # vLLM appends a suffix to our names of requests, after a hyphen.
             return {name.partition("-")[0]: number for name, number in num_tokens.items()}
 
         num_tokens = self._submit(pause).result()
@@ -464,9 +470,10 @@ class ProcessCore(Core):
                     # The next tokens are drawn by the new weights.
                     response.versions.append((num_drawn, version))
                 else:
-                    # Not begun, or finished but not delivered. Either way it is generated anew.
+                    # Without a token, preempted, or finished but not delivered. In all these cases
+                    # it is generated anew.
                     response.is_void = True
-                # It may be void since an earlier load.
+                # It may also be void from an earlier load.
                 if response.is_void:
                     void_ids.append(request_id)
             await self.engine.abort(void_ids)
@@ -477,7 +484,7 @@ class ProcessCore(Core):
 
     def abort(self) -> None:
         """End all unfinished responses. Any thread may call this."""
-        # Called on the loop, because `_running` changes only there.
+        # On the loop, because `_running` changes only there.
         self._submit(lambda: self.engine.abort(sorted(self._running))).result()
 
     def close(self) -> None:
@@ -534,7 +541,11 @@ class VLLMMemory:
             self.has_dropped_weights = not keeps_weights
 
     def wake(self, *tags: str) -> None:
-        """Map released parts again. Those that are mapped must not be mapped twice."""
+        """Map released parts again.
+
+        Args:
+            tags: parts that are needed. Parts that are mapped already stay as they are.
+        """
         released_tags = [tag for tag in tags if tag in self.released]
         if released_tags:
             self.core.ask("wake_up", tags=released_tags)

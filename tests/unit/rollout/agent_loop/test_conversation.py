@@ -115,6 +115,19 @@ def test_a_template_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
     assert "the tool add" in tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("schemas", [[], [SCHEMA]])
+def test_a_prompt_that_ends_within_the_turn_of_the_model(
+    tokenizer: PreTrainedTokenizerFast, schemas: list[dict[str, object]]
+) -> None:
+    """The model continues it, whether or not it offers tools."""
+    messages = [
+        {"role": "user", "content": "Please add 2 and 2."},
+        {"role": "assistant", "content": "The sum is"},
+    ]
+    prompt_ids = TurnEncoder(tokenizer, {}).encode_prompt(messages, schemas)
+    assert tokenizer.decode(prompt_ids).endswith("assistant\nThe sum is")
+
+
 @pytest.mark.parametrize("roles", [["tool"], ["user"], ["tool", "user"]])
 def test_tokens_of_contents(tokenizer: PreTrainedTokenizerFast, roles: list[str]) -> None:
     """Also of contents that stand in the template, that are cut by a token, or that contain what follows them."""

@@ -19,6 +19,13 @@ SCHEMAS = {
             "times": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
         }
     },
+    "pick": {
+        "properties": {
+            "level": {"enum": [1, 2], "type": "integer"},
+            "color": {"enum": ["red", "1"]},
+            "label": {"type": ["string", "null"]},
+        }
+    },
 }
 CALLS = {
     "hermes": (
@@ -100,6 +107,16 @@ def test_calls_are_read(form: str) -> None:
         {"text": "12", "times": None},
         "",
     )
+
+
+def test_types_of_enums_and_of_several_types() -> None:
+    """A value of an enum is a text only if the enum has this text; a type may be a list of names."""
+    text = (
+        "<tool_call>pick<arg_key>level</arg_key><arg_value>2</arg_value><arg_key>color</arg_key>"
+        "<arg_value>1</arg_value><arg_key>label</arg_key><arg_value>12</arg_value></tool_call>"
+    )
+    (call,) = PARSERS["glm"](text, SCHEMAS)
+    assert call.arguments == {"level": 2, "color": "1", "label": "12"}
 
 
 @pytest.mark.parametrize("form", PARSERS)
