@@ -68,7 +68,7 @@ def steps(
     timeline.report()
     try:
         with cluster_of(config, timeline, beside=RUNNER):
-            # On Ray `cluster_of` has already imported the runner.
+            # On Ray, `cluster_of` has already imported the runner and timed it.
             imports = timeline.part("imports", since_origin=True) if is_local else nullcontext()
             with imports:
                 runner = _load(RUNNER)()

@@ -117,8 +117,10 @@ class TrainingLoop:
         self.copies: Any = None
         self.newest_copy: Any = None
         self.warned: set[str] = set()
+        # Writes config.yaml for the coming steps; None if that is done.
         self._keep_settings: Callable[[], None] | None = None
-        self._expires_at = expiry()  # seconds since 1970
+        # When the machine is taken back, in seconds since 1970; infinity if unknown.
+        self._expires_at = expiry()
         self._longest_step_s = 0.0
 
     def _make_saver(self, learners: Mapping[str, Any]) -> saving.CheckpointSaver:
@@ -164,8 +166,8 @@ class TrainingLoop:
 
         run_settings = RunSettings.of(self.config)
         last = self.total_training_steps
-        # `has_nothing_to_do` could not always tell. Now the data are loaded, so the last step is
-        # known.
+        # Before the data were loaded, `has_nothing_to_do` may not have known the last step. Now it
+        # is known.
         if isinstance(source, Path) and self.is_last_step and not self.settings.val_only:
             last = min(last, self.global_steps)
             say_nothing_to_do(self.config, source, last, run_settings)
@@ -181,9 +183,9 @@ class TrainingLoop:
     def _attach_copies(self) -> str:
         """Start to keep copies of the state in memory. Returns their kind, or why there are none."""
         for part in self.resumable.values():
-            reason = getattr(part, "cannot_resume", "")
-            if reason:
-                return f"none, for {reason}"
+            obstacle = getattr(part, "resume_obstacle", "")
+            if obstacle:
+                return f"none, for {obstacle}"
         return self.copies.attach(self.saver.workers)
 
     def _load(self, path: Path) -> None:
@@ -204,7 +206,7 @@ class TrainingLoop:
         """
         newest.load(self.saver.workers)
         self._restore(newest.driver, newest.step, with_random_states=True)
-        # Workers may have been lost before the checkpoint of this step was complete.
+        # The workers may have been lost before the checkpoint of the copy's step was complete.
         is_due = self.is_due(self.settings.save_freq)
         # Checkpoints by the clock are never due, except at the end.
         if saves_by_time(self.config):
@@ -300,7 +302,8 @@ class TrainingLoop:
     def log_step(self) -> None:
         """Show and track the metrics of the step, with the cost of a restart before it."""
         if self._keep_settings is not None:
-            # Only now: a run that cannot take a step must not replace the settings of earlier ones.
+            # Only after a step: a run that cannot take one must not replace the settings of an
+            # earlier run.
             self._keep_settings()
             self._keep_settings = None
         if self.recovery is not None:

@@ -109,7 +109,8 @@ class Profiler:
             stopped.append((group, dict(zip(handles, titles, strict=True))))
         parts = {}
         for group, title_of_handle in stopped:
-            # One by one, because a lost rank must not prevent the others' recordings.
+            # Outcomes are taken one by one, because the error of a lost rank must not prevent the
+            # recordings of the others.
             while title_of_handle:
                 for handle, output in group.first_outcomes(list(title_of_handle)).items():
                     title = title_of_handle.pop(handle)
@@ -123,7 +124,8 @@ class Profiler:
         """Write the profile of the open steps.
 
         Args:
-            parts: compressed recordings of the workers by title. That of this process is added.
+            parts: compressed recordings of the workers by title. The recording of this process is
+                added.
         """
         first = self._open[0]
         last = self._open[-1]

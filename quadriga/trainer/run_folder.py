@@ -128,7 +128,8 @@ class RunFolder:
 
         path = self.directory / SAMPLES_FILE
         samples = {}
-        # The same option writes metrics and samples: without metrics, the file is of another run.
+        # `trainer.logger=jsonl` writes both metrics and samples. Without metrics, the file was left
+        # by another run.
         if path.is_file() and self.metrics:
             for sample in _read_samples(path):
                 samples.setdefault(int(sample["step"]), []).append(sample)
@@ -144,8 +145,8 @@ class RunFolder:
     def _folder_of_key(self, name: str) -> Path | None:
         """Folder that a key of `trainer` names; None without a value.
 
-        If that folder does not exist, because the run was moved, the folder of the same name in the
-        run's directory.
+        If that folder does not exist, the run was probably moved: then this is the folder of the same
+        name in the run's directory.
         """
         value = self.value(f"trainer.{name}")
         if not value:

@@ -61,7 +61,7 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
     is_over = threading.Event()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Tried again if the holder deletes the file at the same moment.
+        # None if the previous holder has just deleted the file: then it is created again.
         while (descriptor := _lock_and_sign(path)) is None:
             pass
     except OSError as error:
@@ -90,7 +90,7 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
         yield
     finally:
         is_over.set()
-        # A forked child that leaves the block, such as by an error, does not hold the lock.
+        # A forked child may also leave the block, for example by an error. It does not hold the lock.
         if os.getpid() == holder:
             # If the file cannot be deleted, it names a process that has ended, which does no harm.
             with suppress(OSError):
@@ -109,7 +109,8 @@ def is_held(directory: Path) -> bool:
     try:
         # A shared lock, released at once. A run that starts meanwhile tries for a while.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        # Nobody on this machine holds it, but the lock of another host may not reach here.
+        # Nobody on this machine holds the lock, but the lock of another host may not reach here. The
+        # file of such a host names another kernel.
         if _read_holder(descriptor).get("kernel") == kernel_identity():
             return False
         return _was_updated(descriptor)

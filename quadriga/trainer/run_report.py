@@ -154,7 +154,7 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
 
 
 def _step_range(steps: Sequence[int]) -> str:
-    """The number of some steps, and the first and the last one."""
+    """Describe steps, in ascending order, by their number, the first and the last one."""
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
@@ -267,7 +267,7 @@ def _advice_on_missing_files(run: RunFolder) -> list[str]:
 
 
 def _first_and_last(curve: Curve) -> str:
-    """The first and last value of a curve, and the highest one between them."""
+    """The first and last value of a curve, and the highest value if it lies between them."""
     first_step, first = curve[0]
     last_step, last = curve[-1]
     text = f"{first:.3f} at step {first_step}"
@@ -374,14 +374,14 @@ def _num_tool_calls(run: RunFolder, step: int) -> int | None:
             metrics = run.record.read(step, columns=["uid"]).facts["metrics"]
     count = metrics.get(TOOL_CALLS)
     has_tools = any(run.value(f"{_TURNS}.{name}") for name in _TOOL_FILES)
-    # Other conversations have the metric, too.
+    # Conversations without tools have the metric too, with the value 0.
     return round(count) if count is not None and (count or has_tools) else None
 
 
 def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     """A line with the score and other facts of a sample, and its texts."""
     facts = ["no score" if sample["score"] is None else f"score {_score(sample):.3f}"]
-    # The parts of the reward.
+    # What graders have returned besides the score.
     for name, value in sample.items():
         if name not in _NOT_PARTS and value not in (None, ""):
             facts.append(f"{name} {_value_text(value)}")
@@ -403,7 +403,7 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     if sample.get("ground_truth") is not None:
         texts["ground truth"] = _value_text(sample["ground_truth"])
     row = sample.get("row")
-    # A grader may have used this name for a number.
+    # A grader may have replaced the data's columns by a number called `row`.
     if isinstance(row, Mapping):
         for name, value in row.items():
             texts[f"row.{name}"] = _value_text(value)

@@ -237,7 +237,7 @@ class RewardModelTrainer(SupervisedTrainer):
             "train/margin": float(margins.mean()),
             "train/score": float(scores.mean()),
         }
-        # The engine's loss is slope x score, whose gradient is that of the pairs' loss.
+        # The engine's loss is the sum of slope x score, whose gradient is that of the pairs' loss.
         batch.batch["score_slope"] = slopes.flatten()
         self.update(batch)
         return int(rows.batch["attention_mask"].sum())
@@ -273,7 +273,8 @@ def bradley_terry(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Losses [pairs] and slopes [pairs, 2].
     """
     margins = scores[:, 0] - scores[:, 1]
-    # The probability of the wrong order according to the model, divided by the number of pairs.
+    # The slope of a pair's loss is the probability of the wrong order according to the model. The
+    # slope of the mean loss is that divided by the number of pairs.
     wrong = torch.sigmoid(-margins) / len(margins)
     return -logsigmoid(margins), torch.stack([-wrong, wrong], dim=-1)
 

@@ -56,7 +56,8 @@ class ScheduleRecord:
 
         Args:
             groups: number, batch and row of each group.
-            where: `at` or `version`, as in the file.
+            where: `at=` the engine's steps so far, or `version=` that of the weights, as in the
+                file.
         """
         if groups:
             self.add(**where, start=groups)
@@ -106,7 +107,8 @@ class RecordedSchedule(Schedule):
     def __init__(self, rules: Rules, path: Path, *, step: int = 0) -> None:
         super().__init__(rules, step=step)
         self._events: deque[dict[str, Any]] = deque()
-        # Version of the weights with which each group began; the last time, if it began again.
+        # Version of the weights with which each group began. If it began again after the loss of
+        # its worker, that of the last time.
         self._versions: dict[int, int] = {}
         # Groups of each part of a step's batch, by step.
         self._parts: dict[int, deque[list[int]]] = defaultdict(deque)
@@ -150,7 +152,7 @@ class RecordedSchedule(Schedule):
         return decisions
 
     def _recorded_group(self, number: int, batch: int, row: int) -> Group:
-        """Add a group of the record, and its batch if it is the first one."""
+        """Add a group of the record to its batch, which is created with its first group."""
         self._batches.setdefault(batch, Batch(self.rules.num_groups))
         return self._new_group(number, batch, row)
 
@@ -161,7 +163,11 @@ class RecordedSchedule(Schedule):
         """Load nothing: `decisions_at` does."""
 
     def _take_ready_groups(self) -> Sequence[int] | None:
-        """Take the groups that the record has for the next part of the next step's batch."""
+        """Take the recorded groups of the next part of the next step's batch.
+
+        Returns:
+            Numbers of the groups; None if one of them is not graded yet, or if none is recorded.
+        """
         parts = self._parts[self.step + 1]
         if not parts:
             return None
@@ -207,8 +213,9 @@ class RecordedVersions(RecordedSchedule):
         if not size:
             return True
         rows_before_round = row // size * size
-        state = self._batches.get(batch, Batch(0))
-        num_graded = state.num_rows - state.num_open
+        # A batch without groups has no entry.
+        started = self._batches.get(batch, Batch(0))
+        num_graded = started.num_rows - started.num_open
         return num_graded >= rows_before_round
 
     def _worker_with(self, version: int) -> int | None:
@@ -236,7 +243,10 @@ class RecordedVersions(RecordedSchedule):
 
 
 def _events_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Read the events of a record after the save of a step, or all if the record begins later.
+    """Read the events of a record after the save of a step.
+
+    All events are returned if the record begins after that step, as that of a resumed run does, and
+    for step 0.
 
     Raises:
         DataError: the file cannot be read, or has no checkpoint of the step.
@@ -249,10 +259,11 @@ def _events_after(path: Path, step: int) -> list[dict[str, Any]]:
     for place, event in enumerate(events):
         if event.get("save") == step:
             return events[place + 1 :]
+    # A record that has the step itself, or an earlier one, begins before the save and should have it.
     if any(event.get("step", step + 1) <= step for event in events):
         raise DataError(
             where,
             got=f"no checkpoint of step {step}",
-            expected="the record of the run that wrote it, or went on from it",
+            expected="the record of the run that wrote this checkpoint, or that resumed from it",
         )
     return events

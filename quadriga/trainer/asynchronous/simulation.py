@@ -251,6 +251,7 @@ class Simulation:
 
     def await_end(self, number: int) -> None:
         """Plan the end of a worker's next sample; this replaces the event that was planned."""
+        # With a new stamp, `ended` ignores the earlier event.
         worker = self.workers[number]
         worker.stamp += 1
         end = worker.next_end()
@@ -331,7 +332,7 @@ class Simulation:
                 self.after(self.load_s(worker), partial(self.loaded, worker, version))
 
 
-def recorded(
+def fit_recorded_run(
     lines: Sequence[Mapping[str, Any]], num_steps: int, costs: Costs, num_workers: int, gpus: int
 ) -> tuple[Workload, Costs]:
     """Compute workload and costs from a recorded run in lockstep.
@@ -341,7 +342,7 @@ def recorded(
             and `reward_s` if rewards took any time. All steps have the same number of prompts, and
             all prompts the same number of responses.
         num_steps: number of steps of the workload, for which the recorded ones are repeated.
-        costs: costs that cannot be read from the record.
+        costs: times that do not follow from the lines, such as that of a load.
         num_workers: number of rollout engines that the run had.
         gpus: number of training ranks that the run had.
 
@@ -353,8 +354,8 @@ def recorded(
     num_tokens = lengths.sum((1, 2))
     gen_s = [line["gen_s"] for line in lines]
     train_s = [line["train_s"] for line in lines]
-    # Generation ends with the longest response. Its worker decodes about an equal share of all
-    # tokens.
+    # Generation ends with the longest response: one decode step for each of its tokens. In these
+    # steps its worker decodes about an equal share of all tokens.
     decode_s, sequence_s = _fit(longest, num_tokens / num_workers, gen_s)
     step_s, token_s = _fit(np.ones(len(lines)), num_tokens / gpus, train_s)
     fitted = replace(
@@ -388,7 +389,7 @@ def advice(
 
     Args:
         config: the configuration for which advice is wanted.
-        run: configuration and recorded lines (see `recorded`) of a run in lockstep. None: lengths
+        run: configuration and recorded lines (see `fit_recorded_run`) of a run in lockstep. None: lengths
             and seconds are assumed.
     """
     num_rollout = sum(rollout_ranks(config))
@@ -399,7 +400,7 @@ def advice(
     if run is not None:
         recorded_config, lines = run
         num_engines = sum(rollout_ranks(recorded_config)) // engine_ranks(recorded_config)
-        workload, costs = recorded(
+        workload, costs = fit_recorded_run(
             lines, NUM_STEPS, costs, num_engines, training_ranks(recorded_config)
         )
         directory = recorded_config.trainer.directory

@@ -26,6 +26,7 @@ from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.stream import GenerationStream, SavedResponse
 
 Done = Callable[[int, Callable[[], DataProto]], None]
+"""Callback for the end of a group: its number, and a function that returns its responses."""
 
 
 class RemoteStream:
@@ -126,7 +127,7 @@ class RemoteStream:
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Start a call of a method of the engine's stream, without waiting for it."""
-        # Each rank needs the weights; everything else is up to the first one.
+        # All ranks of the engine need the weights; the first rank handles all other calls.
         num_ranks = self.num_ranks if method == "give_weights" else 1
         calls = [((method, *args), kwargs)] * num_ranks
         with self._lock:
@@ -140,8 +141,8 @@ class RemoteStream:
                 with self._lock:
                     calls = self._unchecked_calls
                     self._unchecked_calls = []
-                # Calls come first, because their errors may be the cause of later ones. Each has one
-                # result, and each rank one list of events.
+                # Calls come first, because their errors may be the cause of later ones. Each call has
+                # one result, then each rank has one list of events.
                 results = self._group.resolve([*calls, *events])
                 events_of_first_rank = results[len(calls)]
                 for event in events_of_first_rank:
@@ -150,7 +151,13 @@ class RemoteStream:
             self.error = error
 
     def _handle_event(self, kind: str, number: int, value: Any) -> None:
-        """Handle an event; see `ServedStream.events` for its parts."""
+        """Handle an event of `ServedStream.events`.
+
+        Args:
+            kind: "loaded", "saved" or "ended".
+            number: version that `load` asked for; 0 if saved; number of the ended group.
+            value: version of the weights since then; saved responses; rows of the group.
+        """
         if kind == "loaded":
             self.weight_version = value
             self._loads.pop(number).set_result(0)
@@ -162,7 +169,7 @@ class RemoteStream:
             self._open.discard(number)
             self.has_ended = True
             self._done(number, lambda: value)
-        # The engine has paused until the callbacks have returned.
+        # The engine has paused for this event. The callbacks have returned, so it continues.
         if self._pauses:
             self._call("go_on")
 
@@ -201,7 +208,7 @@ class StreamPool(RolloutPool):
                 the run can go on without it.
         """
         lost = [stream for stream in self._streams.values() if stream.error is not None]
-        # An engine that has completed a group works: if it is lost, restart it without a pause.
+        # An engine that has completed a group works: if it is lost, it is restarted without a pause.
         for stream in self._streams.values():
             if stream.has_ended:
                 self._restarts.reset_pause(stream.rank)
@@ -286,7 +293,8 @@ class StreamWorkers:
         Args:
             used_versions: versions with which workers generate.
         """
-        # Engines in other processes may join with the oldest version.
+        # Engines in other processes may still join with the oldest version in use. The engine in
+        # this process has loaded its version already.
         oldest = min(used_versions)
         if self.pool is None:
             oldest += 1
