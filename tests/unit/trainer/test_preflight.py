@@ -146,7 +146,8 @@ def test_steps_of_different_sizes_cannot_be_simulated(
             metrics.write(json.dumps({"step": step, **times}) + "\n")
             (samples / f"{step}.jsonl").touch()
     monkeypatch.setattr(
-        "quadriga.trainer.preflight._lengths", lambda folder, config, step: lengths[step - 1]
+        "quadriga.trainer.preflight._response_lengths",
+        lambda folder, config, step: lengths[step - 1],
     )
     with pytest.raises(DataError, match="of 2 sizes"):
         read_recorded_run(run)
