@@ -530,7 +530,7 @@ def _load_dataset(config: Config, tokenizer: Any, context: PromptContext, *, is_
     files = data.train_files if is_train else data.val_files
     if config.task == "rl":
         if config.reward_model.enable:
-            # A reward model with a chat template of its own reads the messages.
+            # The reward model may have a chat template of its own, for which it needs the messages.
             data = data.model_copy(update={"return_raw_chat": True})
         return create_rl_dataset(
             files,

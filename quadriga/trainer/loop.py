@@ -149,6 +149,7 @@ class TrainingLoop:
         Returns:
             Whether there was anything to resume from.
         """
+        # The folder of a checkpoint, or a description of the copy in memory; None: neither exists.
         source: Path | str | None
         # A copy in memory is never older than the checkpoints.
         if self.newest_copy is None:
@@ -326,6 +327,7 @@ class TrainingLoop:
         # After the last step the run ends anyway.
         self.is_stopping = stop_requested.is_set() and not self.is_last_step
         self._longest_step_s = max(self._longest_step_s, self.timer.seconds["step"])
+        # Time for another step and its checkpoint, with a margin.
         needed_s = self._longest_step_s + self.saver.longest_s + settings.esi_redundant_time
         # An expiry in the past belonged to an earlier machine.
         expires_soon = 0 < self._expires_at - time.time() <= needed_s

@@ -66,6 +66,7 @@ class Profiler:
         except BaseException:
             self.close()
             raise
+        # With `profile_continuous_steps`, the profile goes on if the next step is chosen, too.
         if is_last or not self._section.profile_continuous_steps or step + 1 not in self._steps:
             self._write(self._stop())
 

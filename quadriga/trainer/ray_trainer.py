@@ -427,7 +427,8 @@ class RayPPOTrainer(TrainingLoop):
         mean_entropy = (entropy * mask).sum() / mask.sum().clamp(min=1)
         self.note({"actor/entropy": float(mean_entropy)})
         if self.asynchronous is not None:
-            # Only tokens drawn from the current weights can be compared with them.
+            # Only tokens drawn from the current weights can be compared with them. If updates have
+            # changed the weights since they were published (`is_current` is False), none can.
             mask = mask * (batch.batch["token_staleness"] == 0) * self.asynchronous.is_current
         if mask.any():
             mismatch = log_prob_mismatch(

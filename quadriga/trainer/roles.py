@@ -119,7 +119,7 @@ def _try_estimator(estimator: Algorithm) -> None:
         ConfigError: the estimator refuses them.
     """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    # Options may name any reward.
+    # Options may name any value that graders return beside the score.
     rewards = defaultdict(float)
     fields = {
         "uid": np.array(["prompt", "prompt"], dtype=object),

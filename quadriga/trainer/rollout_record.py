@@ -166,7 +166,8 @@ class RolloutRecorder:
         is_too_large = self._num_bytes > self._max_bytes
         if not is_too_large and self._max_steps == inf:
             return
-        # A replay starts at a checkpoint and needs all steps after it.
+        # A replay starts at a checkpoint and needs all steps after it. Without a checkpoint no step
+        # is needed.
         first_needed_step = min(self._checkpoints.steps(), default=inf) + 1
         self._num_bytes = self._folder.thin(
             self._max_bytes, self._max_steps, first_needed_step=first_needed_step

@@ -71,6 +71,7 @@ def with_turn_rewards(scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
     columns = batch.non_tensor_batch
     lengths = batch.batch["attention_mask"][:, -scores.shape[1] :].sum(-1).tolist()
     rewards = scores.clone()
+    # `turn_rewards` is empty in rows of which only the score counts.
     for row, rewards_of_turns in enumerate(columns["turn_rewards"]):
         for (_, end), reward in zip(columns["turn_spans"][row], rewards_of_turns, strict=False):
             # The last turn ends at the last token, which has the rest.

@@ -85,6 +85,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
                     rows = DataProto.from_single_dict(columns)
                     batch = None
                     if self.skips_next_step:
+                        # The number of rows is not used: a step always takes one batch.
                         self.skip_step(lambda _, rows=rows: self.rows_to_skip(rows))
                     else:
                         self.train_step(rows)

@@ -251,6 +251,7 @@ class TaskRunner:
             print(f"\ninterrupted in step {trainer.global_steps}. {self._how_to_go_on(config)}")
             raise
         finally:
+            # Does nothing after the last step, or if the checkpoint was settled above.
             trainer.saver.settle(can_ask=not run.team.is_remote)
             run.close(is_cut_short=is_cut_short)
         if not config.trainer.val_only:

@@ -85,6 +85,7 @@ class TimedSaver(CheckpointSaver):
             self._reported.clear()
         else:
             is_early = self._clock() - self._last_start_s < self.period_s
+            # `poll` returns False while the previous checkpoint is being written.
             if is_early or not self.poll():
                 return
         kind, obstacle = self._obstacle(is_last=is_last)

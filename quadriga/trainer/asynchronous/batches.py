@@ -331,8 +331,12 @@ class AsyncBatches(WeightPublisher):
             self._grade_round(batch)
 
     def _prepare_local_engine(self, schedule: Schedule) -> None:
-        """Continue the engine's count of steps, and let it ask for the decisions of a record."""
-        # There is only this worker, so nothing else loads these weights.
+        """Prepare the engine in this process for the first batch.
+
+        It continues the count of steps of the checkpoint. If the schedule repeats a record, it asks
+        for the recorded decisions before each step.
+        """
+        # The only worker has loaded these weights, so the copy is not needed any more.
         self._workers.weights.clear()
         (stream,) = self._workers.streams.values()
         assert isinstance(stream, GenerationStream)
@@ -380,8 +384,8 @@ class AsyncBatches(WeightPublisher):
     def _join(self, stream: Stream) -> None:
         """Load weights on a new stream, which then becomes a worker of the schedule.
 
-        It gets the oldest version among the workers, because in a deterministic run all workers
-        generate with every version.
+        The stream gets the oldest version among the workers, because in a deterministic run every
+        worker generates with each version in turn.
         """
         schedule = self._begun_schedule
         number = next(self._workers.numbers)
@@ -576,7 +580,10 @@ class AsyncBatches(WeightPublisher):
         self._workers.pauses[worker] = pause
 
         def weights() -> DataProtoFuture | None:
-            """Wait for the weights. Returns None if the worker continues without them."""
+            """Wait for the weights. Returns None if the worker continues without them.
+
+            At the end of the run the weights may be missing, and the result is None as well.
+            """
             with self._changed:
                 self._changed.wait_for(
                     lambda: version <= schedule.published or pause.is_over or self._is_ended

@@ -95,6 +95,7 @@ class Prefetcher:
 
     def pop_saved_responses(self, groups: Mapping[int, Any]) -> list[SavedResponse]:
         """Take the responses that the checkpoint has of some unfinished groups."""
+        # The first entry of a saved response is the number of its group.
         taken = [response for response in self._saved_responses if response[0] in groups]
         self._saved_responses = [
             response for response in self._saved_responses if response[0] not in groups

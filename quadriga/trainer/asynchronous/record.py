@@ -147,6 +147,7 @@ class RecordedSchedule(Schedule):
                 decisions.append(Load(worker, event["load"]))
             if "save" in event:
                 decisions.append(Save(worker, event["save"]))
+        # The starts of the groups above are pending.
         decisions += self._pending
         self._pending = []
         return decisions

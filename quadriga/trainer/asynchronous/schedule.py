@@ -348,7 +348,13 @@ class Schedule:
         return self.rules.version_at(batch) - version <= self.rules.max_staleness
 
     def state(self) -> dict[str, Any]:
-        """State of the schedule for a checkpoint, as plain values."""
+        """State of the schedule for a checkpoint, as plain values.
+
+        Returns:
+            `num_groups`; `groups`, a list [number, batch, row, pairs of a sample and its version,
+            unfinished samples, is_kept] for each group; and `batches`, by step, [num_wanted,
+            num_rows].
+        """
         groups = []
         for group in self.groups.values():
             sample_versions = list(group.sample_versions.items())
@@ -583,9 +589,9 @@ class Schedule:
         is_last = True
         if not self._drops_stale:
             batch = self._batches[step]
-            # A step ends with the last part of its batch.
             batch.num_handed += len(numbers)
             batch.kept = [number for number in batch.kept if number in self.groups]
+            # A step ends with the last part of its batch.
             is_last = batch.num_handed == self.rules.num_groups
         self._pending.append(HandOver(step, tuple(numbers), is_last))
         if is_last:

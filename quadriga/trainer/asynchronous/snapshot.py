@@ -88,7 +88,8 @@ class Snapshot:
             saved_responses: responses of the unfinished groups of all workers.
             num_steps: number of steps that the engine has made.
         """
-        # Groups may have ended since their worker reported them.
+        # Groups may have ended since their worker reported them. The first entry of a saved response
+        # is the number of its group.
         still_open = [response for response in saved_responses if response[0] in prefetcher.started]
         self.state = prefetcher.state() | {
             "schedule": schedule.state(),
