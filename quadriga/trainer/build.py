@@ -136,7 +136,8 @@ def check_async_training(config: Config, needs: Needs) -> None:
     """Check that the algorithm works with `async_training`.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the estimator needs greedy responses, or the critic's mini-batches are larger
+            than the parts of a batch.
     """
     settings = config.async_training
     if needs.greedy_baseline and settings.enable:
@@ -473,7 +474,7 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
         loaders: loaders of the rows; None is skipped.
 
     Raises:
-        RewardError: it cannot grade responses to a row.
+        RewardError: the manager cannot grade responses to a row.
     """
     manager = load_reward_manager(config, tokenizer)
     try:
@@ -498,7 +499,7 @@ def _check_rows(manager: RewardManager, dataset: Any) -> None:
     """Check that a reward manager can grade the rows of a data set.
 
     Raises:
-        RewardError: it cannot grade responses to a row.
+        RewardError: the manager cannot grade responses to a row.
     """
     # A user's class may change the rows of the files, so they cannot be checked in advance.
     if getattr(type(dataset), "__getitem__", None) is not RLHFDataset.__getitem__:

@@ -97,8 +97,8 @@ class Checkpoints:
         """Read the file `LATEST`.
 
         Returns:
-            Its text, which is a step if the file is intact; "" if there is no file; why it cannot
-            be read, or what is wrong with it, otherwise. The latter equal no step.
+            The step as a text if the file is intact; "" if there is no file. Otherwise another text,
+            which equals no step: why the file cannot be read, or its wrong content.
         """
         path = self.directory / LATEST
         try:
@@ -279,8 +279,8 @@ class Checkpoints:
             DamagedCheckpointError: the checkpoint is damaged, and no other one may be loaded
                 instead: the user named this one, no older one is intact, or `resume_fallback`
                 forbids it.
-            CheckpointError: it belongs to another model or optimizer, or the directory cannot be
-                changed.
+            CheckpointError: the checkpoint belongs to another model or optimizer, or the directory
+                cannot be changed.
         """
         path = None
         damaged = {}
@@ -371,9 +371,9 @@ class Checkpoints:
     ) -> None:
         """Set aside the checkpoints in the directory that a starting run does not continue.
 
-        Damaged ones are reported and renamed. Those of steps after the start are marked as
-        superseded if the run resumes by itself. If the user said where it starts, they belong to
-        another run, and are moved to a folder.
+        Damaged checkpoints are reported and renamed. Checkpoints of steps after the start are marked
+        as superseded if the run resumes by itself (`resume_mode=auto`). If the user said where the
+        run starts, such checkpoints belong to another run, and are moved to a folder.
 
         Args:
             path: the checkpoint that the run resumes from; None: it starts from the beginning.

@@ -374,7 +374,7 @@ def open_journal(output: Path, config: Config) -> Iterator[ResponseJournal]:
 
 
 def _keep_or_compare_settings(folder: Path, config: Config, settings: RunSettings) -> None:
-    """Write the settings of a new journal, or compare them with those that it was begun with.
+    """Write the settings of a new journal, or compare them with the settings it was begun with.
 
     Args:
         folder: folder of the journal.

@@ -60,7 +60,7 @@ def own_command(words: Sequence[str]) -> list[str]:
             must end with them.
 
     Raises:
-        ConfigError: it does not, because a Python program has called the command.
+        ConfigError: the line ends otherwise, because a Python program has called the command.
     """
     line = [word for word in sys.orig_argv if word != "--traceback"]
     if line[-len(words) :] != list(words):
@@ -72,7 +72,7 @@ def require_resumable(config: Config) -> None:
     """Check that a restarted run would continue from its last checkpoint.
 
     Raises:
-        ConfigError: it would not.
+        ConfigError: the run does not resume by itself, or writes no checkpoint.
     """
     trainer = config.trainer
     if trainer.resume_mode != "auto":

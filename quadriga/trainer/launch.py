@@ -135,7 +135,7 @@ def _load(target: str) -> Any:
     """Import the object that an import string names.
 
     Raises:
-        ConfigError: it needs Ray, which is not installed.
+        ConfigError: the object needs Ray, which is not installed.
     """
     try:
         with collector_paused(), threads_for_load():

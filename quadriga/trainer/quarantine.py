@@ -52,7 +52,7 @@ class Quarantine:
         """Write the rows of a skipped step, completely or not at all.
 
         Raises:
-            DataError: they cannot be written.
+            DataError: the file cannot be written.
         """
         path = self._directory / "quarantine" / f"step_{step}.jsonl"
         write_rows(path, ({"step": step, **row} for row in rows), where="trainer.default_local_dir")

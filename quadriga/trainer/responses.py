@@ -246,7 +246,7 @@ def user_columns(columns: Mapping[str, np.ndarray], row: int, config: DataConfig
 
 
 def _add_entries(facts: dict[str, Any], entries: Mapping[str, Any], prefix: str) -> None:
-    """Add entries to a row; those whose name the row already has get a prefix."""
+    """Add entries to a row. If the row already has the name, the entry is `PREFIX/NAME`."""
     names = set(facts)
     for name, value in entries.items():
         facts[f"{prefix}/{name}" if name in names else name] = value
@@ -261,7 +261,7 @@ def write_samples(directory: str | Path, step: int, rows: Iterable[Mapping[str, 
         rows: values that JSON can hold, or that `jsonable` can convert.
 
     Raises:
-        DataError: they cannot be written.
+        DataError: the file cannot be written.
     """
     path = Path(directory).expanduser() / f"{step}.jsonl"
     numbered_rows = ({**row, "step": step} for row in rows)
@@ -278,7 +278,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, where: str) -> 
         where: the key that names the folder, for the error.
 
     Raises:
-        DataError: they cannot be written.
+        DataError: the file cannot be written.
     """
     lines = [json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     with written_aside(path, where=where) as draft:
@@ -352,7 +352,8 @@ class BatchRewards:
 def _find_graded_rows(batch: DataProto, outcomes: np.ndarray | None) -> np.ndarray:
     """Find the row whose grade each row takes.
 
-    It is the row itself if it was graded early, else the first row of its rollout that was not.
+    A row that was graded early keeps its own grade. Every other row takes the grade of the first row
+    of its rollout that was not graded early.
 
     Args:
         batch: the responses.
@@ -402,11 +403,11 @@ def grade(reward: RewardManager, batch: DataProto) -> RewardOutput:
 class ModelReward(RewardManager):
     """A reward model in addition to graders: the score of a response is the sum of both.
 
-    The score of a response that graders do not grade is that of the model.
+    A response that the graders do not grade has the score of the model alone.
 
-    Adds these metrics to those of the graders: mean, max and min of the two summands,
+    Its metrics are those of the graders, and in addition: mean, max and min of the two summands,
     `reward/rm_score` and `reward/rule_score`; `reward/rm_cut`, the number of inputs that were too
-    long for the reward model; `timing_s/rm`, the seconds of its slowest rank.
+    long for the reward model; `timing_s/rm`, the seconds of the model's slowest rank.
     """
 
     def __init__(self, model: RewardModelWorker, graders: RewardManager) -> None:

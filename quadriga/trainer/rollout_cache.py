@@ -68,8 +68,8 @@ class RolloutCache:
             nor as metrics, and the metric `rollout/replayed` is 1.
 
         Raises:
-            DataError: the file's responses were generated otherwise, or it cannot be read or
-                written.
+            DataError: the responses in the file were generated with other settings or to other
+                prompts, or the file cannot be read or written.
         """
         path = self._path_of(prompts)
         rollout = self.config.actor_rollout_ref.rollout
@@ -115,7 +115,8 @@ class RolloutCache:
         """Read the responses of a file, and make the rows that the rollout would have returned.
 
         Raises:
-            DataError: they were generated otherwise, or the file cannot be read.
+            DataError: the responses were generated with other settings or to other prompts, or the
+                file cannot be read.
         """
         cached = self._read(path)
         cached_facts = cached.meta_info[_FACTS]
@@ -153,7 +154,7 @@ class RolloutCache:
         """Load a file of this cache.
 
         Raises:
-            DataError: it cannot be read, or is no such file.
+            DataError: the file cannot be read, or was not written by a rollout cache.
         """
         expected = "responses that a run has written"
         try:

@@ -65,7 +65,7 @@ def with_turn_rewards(scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
         batch: rows with `turn_spans`, `turn_rewards`, and `attention_mask` [B, P + T].
 
     Returns:
-        The rewards, [B, T]: those of turns at the last token of each turn, and the rest of the
+        The rewards, [B, T]: the reward of each turn at the turn's last token, and the rest of the
         score at the last token of the row. The sum of a row is its score.
     """
     columns = batch.non_tensor_batch
@@ -85,8 +85,8 @@ def forget_times(rows: DataProto) -> None:
     """Set the times of responses that this run did not generate to NaN, also if they are missing.
 
     Args:
-        rows: responses, which may be graded. Prompts have no times, and conversations have only
-            that of grading.
+        rows: prompts, which have no times, or responses, which may be graded. Conversations have
+            only the time of grading.
     """
     names = rows.batch.keys()
     unknown = torch.full((len(rows), 3), math.nan, dtype=torch.float64)

@@ -48,7 +48,7 @@ class RunFolder:
         record: the rollout record.
 
     Raises:
-        DataError: it is not the directory of a run.
+        DataError: the path is not the directory of a run.
     """
 
     def __init__(self, directory: str | Path) -> None:

@@ -125,7 +125,7 @@ class CheckpointSaver:
             True if no checkpoint is being written any more.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         pending = self._pending
         if pending is None:
@@ -164,7 +164,7 @@ class CheckpointSaver:
         """Check that files which workers on other nodes have written are visible here.
 
         Raises:
-            CheckpointError: they are not.
+            CheckpointError: a worker's folder is not there.
         """
         for part in self.workers:
             if not (folder / part).is_dir():
@@ -179,7 +179,7 @@ class CheckpointSaver:
         """Wait until no checkpoint is being written.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         if self._pending is not None:
             awaited = f"the checkpoint of step {self._pending.step} to be written"
@@ -306,7 +306,7 @@ def _parse_state(content: bytes, path: Path) -> dict[str, Any]:
     """Parse a file of `save_run_state` without running code from it.
 
     Raises:
-        DamagedCheckpointError: it holds anything but plain values and tensors, or is damaged.
+        DamagedCheckpointError: the file holds anything but plain values and tensors, or is damaged.
     """
     try:
         return torch.load(io.BytesIO(content), weights_only=True)

@@ -258,7 +258,7 @@ def keep_settings(config: Config, settings: RunSettings, done: int, last: int) -
         last: number of the last step.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     directory = config.trainer.directory
     path = directory / CONFIGURATION

@@ -196,7 +196,7 @@ class SFTTrainer(SupervisedTrainer):
 
 
 def conversations_batch(rows: DataProto) -> DataProto:
-    """Convert conversations to the engine's format: the first token is the prompt of the others.
+    """Convert conversations to the engine's format: a prompt of one token, all others the response.
 
     Args:
         rows: `input_ids`, `attention_mask`, `position_ids` and `loss_mask` [B, L], padded on the

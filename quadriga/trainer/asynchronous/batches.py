@@ -518,7 +518,7 @@ class AsyncBatches(WeightPublisher):
         self._carry_out(decisions)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
-        """Carry out decisions: first all others, then those to start groups."""
+        """Carry out decisions. Groups are started last."""
         starts = []
         for decision in decisions:
             match decision:
@@ -603,8 +603,8 @@ class AsyncBatches(WeightPublisher):
             if stream is None or stream.weight_version != version:
                 return
             schedule = self._begun_schedule
-            # Only a local engine's loads are recorded: those of several engines have no common
-            # count of steps.
+            # Only loads of a local engine are recorded, because engines in other processes have no
+            # common count of steps.
             if self._workers.pool is None:
                 self._schedule_record.add(at=num_steps, load=version)
             schedule.loaded(worker, version)

@@ -56,8 +56,8 @@ class ScheduleRecord:
 
         Args:
             groups: number, batch and row of each group.
-            where: `at=` the engine's steps so far, or `version=` that of the weights, as in the
-                file.
+            where: `at`, the number of the engine's steps so far, or `version`, the version of the
+                weights.
         """
         if groups:
             self.add(**where, start=groups)
@@ -107,13 +107,12 @@ class RecordedSchedule(Schedule):
     def __init__(self, rules: Rules, path: Path, *, step: int = 0) -> None:
         super().__init__(rules, step=step)
         self._events: deque[dict[str, Any]] = deque()
-        # Version of the weights with which each group began. If it began again after the loss of
-        # its worker, that of the last time.
+        # Version of the weights with which each group began, of its last start if it started again.
         self._versions: dict[int, int] = {}
         # Groups of each part of a step's batch, by step.
         self._parts: dict[int, deque[list[int]]] = defaultdict(deque)
 
-        # Starts on a local engine are recorded without a version, which is that of the last load.
+        # Starts on a local engine are recorded without a version: it is the version of the last load.
         version = self.published
         for event in _events_after(path, step):
             if "step" in event:
@@ -209,7 +208,7 @@ class RecordedVersions(RecordedSchedule):
                 self._begin(worker, self._recorded_group(number, batch, row))
 
     def _is_round_due(self, batch: int, row: int) -> bool:
-        """Whether the rounds of dynamic sampling before that of a row have been graded."""
+        """Whether all rounds of dynamic sampling before the round of a row have been graded."""
         size = self.rules.round_size
         if not size:
             return True
@@ -246,11 +245,11 @@ class RecordedVersions(RecordedSchedule):
 def _events_after(path: Path, step: int) -> list[dict[str, Any]]:
     """Read the events of a record after the save of a step.
 
-    All events are returned if the record begins after that step, as that of a resumed run does, and
-    for step 0.
+    All events are returned if the record begins later than this save: for step 0, and if it was
+    written by a run that resumed from the step.
 
     Raises:
-        DataError: the file cannot be read, or has no checkpoint of the step.
+        DataError: the file cannot be read, or the record should have the save but does not.
     """
     where = f"async_training.replay={path}"
     try:

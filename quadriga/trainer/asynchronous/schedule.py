@@ -376,7 +376,7 @@ class Schedule:
             state: what `state` returned when the checkpoint was written.
         """
         self.num_groups = state["num_groups"]
-        # The state has two fields of a batch; the loop below counts its groups for the others.
+        # The state has two fields of a batch. The loop below sets the others from its groups.
         for step, (num_wanted, num_rows) in state["batches"].items():
             self._batches[step] = Batch(num_wanted, num_rows)
         for number, step, row, sample_versions, unfinished, is_kept in state["groups"]:
@@ -622,7 +622,7 @@ class Schedule:
         if not group.is_kept:
             self._batches[group.batch].num_open -= 1
         elif self._drops_stale:
-            # With on_stale="wait" the list is that of the group's batch, which is over.
+            # With on_stale="wait" the group is in the list `kept` of its batch, which is over.
             self._kept.remove(group.number)
         self._to_start.discard(group.number)
         # The caller aborts these samples. Events that they still cause are ignored.

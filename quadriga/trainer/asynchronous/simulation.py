@@ -463,8 +463,13 @@ def _assumed_workload(config: Config, median: float) -> Workload:
 def _splits(num_train: int, total: int, size: int) -> set[int]:
     """Numbers of training ranks to compare.
 
-    They are the configured number, and a quarter, a half and three quarters of all ranks if engines
-    of `size` ranks fill the remaining ones.
+    These are the configured number; and a quarter, a half and three quarters of all ranks, each only
+    if the remaining ranks can be divided into engines.
+
+    Args:
+        num_train: configured number of training ranks.
+        total: number of training and rollout ranks together.
+        size: ranks of a rollout engine.
     """
     splits = {num_train}
     for share in (1 / 4, 1 / 2, 3 / 4):

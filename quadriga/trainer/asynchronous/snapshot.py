@@ -109,7 +109,7 @@ def require_state(state: dict[str, Any]) -> None:
     """Check the entries of a state.
 
     Raises:
-        CheckpointError: they are not those of `STATE`.
+        CheckpointError: the state has other entries than `STATE`.
     """
     if state.keys() != set(STATE):
         raise CheckpointError(

@@ -278,7 +278,8 @@ class StreamWorkers:
         self.idle_since[number] = time.perf_counter()
 
     def remove(self, lost: Collection[RemoteStream]) -> list[int]:
-        """Remove lost streams. Returns the numbers of those that had become workers."""
+        """Remove lost streams. Returns the numbers of the workers among them."""
+        # Streams that have not become workers are not known to the schedule.
         for number in [number for number, stream in self.joining.items() if stream in lost]:
             del self.joining[number]
         numbers = [number for number, stream in self.streams.items() if stream in lost]
