@@ -192,7 +192,8 @@ class Checkpoints:
             self._delete_surplus(newest, self.max_to_keep)
 
     def _delete_unfinished(self) -> None:
-        """Delete unfinished folders. Only one process writes here, so killed ones left them."""
+        """Delete the unfinished folders of processes that were killed."""
+        # Only one process at a time writes here, so no folder is still in use.
         for leftover in self.directory.glob(f"{_UNFINISHED}*"):
             _delete(leftover)
 

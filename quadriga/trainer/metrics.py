@@ -257,10 +257,11 @@ def performance_metrics(
 def check_log_probs(
     metrics: Mapping[str, float], config: RolloutConfig, step: int, num_steps: int
 ) -> dict[str, float]:
-    """Refuse, or warn of, log-probabilities of the rollout that differ from the trainer's.
+    """Check how much the rollout's log-probabilities differ from the trainer's; compute a metric.
 
     The difference was measured by the pass for old log-probabilities or, without one, by the
-    forward pass of the only update, which computes the same numbers at no cost.
+    forward pass of the only update, which computes the same numbers at no cost. If it is above
+    `log_prob_diff_warn`, a warning is logged.
 
     Args:
         metrics: metrics of the step; if the difference is not among them, nothing is checked.

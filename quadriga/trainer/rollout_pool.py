@@ -283,7 +283,7 @@ class RolloutPool(WeightPublisher):
         engine.resolve(engine.start_all("init_model", [((), {})]))
 
     def _add_restarted_engines(self) -> bool:
-        """Add engines that have been restarted. Returns whether any has no weights yet."""
+        """Add engines that have been restarted. Returns whether an engine has no weights yet."""
         for rank, start in self._restarts.ended().items():
             error = start.exception()
             # The restart is tried again, after a longer pause.

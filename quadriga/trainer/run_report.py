@@ -216,10 +216,12 @@ def best_and_worst(samples: Sequence[Sample], count: int) -> tuple[list[Sample],
 
 def _graded_samples(samples: Sequence[Sample]) -> list[Sample]:
     """The samples that have a score, and whose grader did not fail."""
-    return [sample for sample in samples if sample["score"] is not None and not _error(sample)]
+    return [
+        sample for sample in samples if sample["score"] is not None and not _grader_error(sample)
+    ]
 
 
-def _error(sample: Sample) -> str:
+def _grader_error(sample: Sample) -> str:
     """Error of the grader of a sample; "" if it did not fail."""
     return str(sample.get("reward_error") or "")
 
@@ -336,7 +338,7 @@ def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[
     scores = [_score(sample) for sample in samples if sample["score"] is not None]
     mean = f"mean score {sum(scores) / len(scores):.3f}" if scores else "without scores"
     yield f"\n{kind} of step {step}: {len(samples)}, {mean}"
-    failed = [sample for sample in samples if _error(sample)]
+    failed = [sample for sample in samples if _grader_error(sample)]
     counts = f"  grader errors: {len(failed)}"
     num_truncated = _num_truncated(run, step, samples)
     if num_truncated is not None:
@@ -398,7 +400,7 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     # In a conversation, special tokens show where turns begin and end.
     if (num_turns or 0) > 2:
         output = sample.get("output_with_special_tokens", output)
-    texts = {"error": _error(sample)} if _error(sample) else {}
+    texts = {"error": _grader_error(sample)} if _grader_error(sample) else {}
     texts |= {"prompt": sample["input"], "response": output}
     if sample.get("ground_truth") is not None:
         texts["ground truth"] = _value_text(sample["ground_truth"])

@@ -396,7 +396,7 @@ class AsyncBatches(WeightPublisher):
 
         def join(loaded: Future[int]) -> None:
             """Make the stream a worker once it has the weights. Called in another thread."""
-            with self._deciding(), self._changed:
+            with self._handling_event(), self._changed:
                 loaded.result()  # raises the error of a load that has failed
                 self._workers.join(number)
                 schedule.joined(number, version)
@@ -419,7 +419,7 @@ class AsyncBatches(WeightPublisher):
     # Called by other threads.
 
     @contextmanager
-    def _deciding(self) -> Iterator[None]:
+    def _handling_event(self) -> Iterator[None]:
         """Context manager: report an event to the schedule in another thread than the trainer's.
 
         On exit, the decisions that follow from the event are carried out. An error is not raised
@@ -445,7 +445,7 @@ class AsyncBatches(WeightPublisher):
             number: number of the group.
             output: returns its responses, or raises the error of the engine.
         """
-        with self._deciding(), self._changed:
+        with self._handling_event(), self._changed:
             rows = output()
             schedule = self._begun_schedule
             group = schedule.groups.get(number)
@@ -489,7 +489,7 @@ class AsyncBatches(WeightPublisher):
             batch: step for which the groups were generated.
             rows: responses of the round, group after group.
         """
-        with self._deciding():
+        with self._handling_event():
             grade(self._reward, rows)
             with self._changed:
                 for number, verdict in self._prefetcher.close_round(batch, rows).items():
@@ -497,7 +497,7 @@ class AsyncBatches(WeightPublisher):
 
     def _replay(self, num_steps: int) -> None:
         """Carry out a record's decisions before the engine's next step, in the engine's thread."""
-        with self._deciding(), self._changed:
+        with self._handling_event(), self._changed:
             schedule = self._begun_schedule
             assert isinstance(schedule, RecordedSchedule)
             (worker,) = self._workers.streams
@@ -596,7 +596,7 @@ class AsyncBatches(WeightPublisher):
 
     def _end_load(self, worker: int, version: int, done: Future[int]) -> None:
         """Report to the schedule that a worker has loaded weights, and release older copies."""
-        with self._deciding(), self._changed:
+        with self._handling_event(), self._changed:
             num_steps = done.result()
             # The worker may be lost, or have continued without the weights (`Resume`).
             stream = self._workers.streams.get(worker)
@@ -636,7 +636,7 @@ class AsyncBatches(WeightPublisher):
 
         def end_save(done: Future[int]) -> None:
             """Pass an error of the save on to the trainer's thread."""
-            with self._deciding():
+            with self._handling_event():
                 done.result()
 
         self._snapshot.reports[worker] = None

@@ -436,7 +436,7 @@ def advice(
         outcomes[bound, train] = Simulation(bounded, workload, costs, num_workers, train).run()
 
     lockstep_s = outcomes[0, num_train].seconds
-    for name, choice in {"this": configured, "recommended": _recommended(outcomes)}.items():
+    for name, choice in {"this": configured, "recommended": _recommended_choice(outcomes)}.items():
         bound, train = choice
         outcome = outcomes[choice]
         yield (
@@ -479,11 +479,14 @@ def _splits(num_train: int, total: int, size: int) -> set[int]:
     return splits
 
 
-def _recommended(outcomes: Mapping[tuple[int, int], SimulationResult]) -> tuple[int, int]:
-    """The choice with the least staleness among those that are about as fast as the fastest.
+def _recommended_choice(outcomes: Mapping[tuple[int, int], SimulationResult]) -> tuple[int, int]:
+    """Choose the least staleness with which a run is about as fast as the fastest one (`NEAR`).
 
     Args:
-        outcomes: results by staleness and number of training ranks.
+        outcomes: results by `max_staleness` and number of training ranks.
+
+    Returns:
+        `max_staleness` and the number of training ranks.
     """
     fastest_s = min(outcome.seconds for outcome in outcomes.values())
     candidates = []
