@@ -195,6 +195,7 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
             with timeline.part("rewards"):
                 make_reward = parts.reward or partial(build_reward, config, tokenizer, train, val)
                 reward = make_reward()
+        # Automatic choices by name, with the reason of each.
         choices = finish_loading()
 
         num_batches = max(1, len(train))

@@ -353,13 +353,13 @@ class TrainingLoop:
         learner = self.saver.workers["actor"]
         # Workers write the whole folder of their role; only the Hugging Face folder in it is kept.
         with written_aside(target, where="trainer.default_local_dir") as draft:
-            parts = draft.absolute().with_suffix(".parts")
+            role_folder = draft.absolute().with_suffix(".parts")
             try:
-                learner.save_model(parts)
+                learner.save_model(role_folder)
                 learner.checkpoint_written(wait=True)
-                (parts / HF_FOLDER).rename(draft)
+                (role_folder / HF_FOLDER).rename(draft)
             finally:
-                shutil.rmtree(parts, ignore_errors=True)
+                shutil.rmtree(role_folder, ignore_errors=True)
         self.progress.message(f"model: {target}")
 
     def _copy_state(self) -> None:

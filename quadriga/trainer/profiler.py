@@ -82,7 +82,8 @@ class Profiler:
         # The constructor registers the recording as `Recording.current`, which `_write` finishes.
         if tool == "torch":
             Recording(tool, DRIVER, 0, origin_ns)
-        started = []
+        # Worker groups, and the handles of their calls.
+        pending_calls = []
         for number, (role, group) in enumerate(self._groups.items(), 1):
             ranks = profiled_ranks(self._config, role)
             calls = []
@@ -92,9 +93,9 @@ class Profiler:
                 process = number * 1000 + rank
                 arguments = (tool, f"{role}[{rank}]", process, origin_ns, is_profiled)
                 calls.append((arguments, {}))
-            started.append((group, group.start_all("start_profile", calls)))
+            pending_calls.append((group, group.start_all("start_profile", calls)))
         # All groups have started before any is awaited.
-        for group, handles in started:
+        for group, handles in pending_calls:
             group.resolve(handles)
 
     def _stop(self) -> dict[str, bytes]:
@@ -103,13 +104,14 @@ class Profiler:
         Returns:
             Their compressed recordings by title, such as `actor[0]`; a lost rank has none.
         """
-        stopped = []
+        # Worker groups, and for each handle of a call the title of the recording that it returns.
+        pending_calls = []
         for role, group in self._groups.items():
             titles = [f"{role}[{rank}]" for rank in group.ranks]
             handles = group.start_all("stop_profile", [((), {})] * len(titles))
-            stopped.append((group, dict(zip(handles, titles, strict=True))))
+            pending_calls.append((group, dict(zip(handles, titles, strict=True))))
         parts = {}
-        for group, title_of_handle in stopped:
+        for group, title_of_handle in pending_calls:
             # Outcomes are taken one by one, because the error of a lost rank must not prevent the
             # recordings of the others.
             while title_of_handle:

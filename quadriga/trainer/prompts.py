@@ -92,11 +92,11 @@ class PromptStream:
             DataError: two passes in a row are empty.
         """
         if self._reads_ahead:
-            current = self._next or in_background(self._read_ahead, "reading prompts")
+            reading = self._next or in_background(self._read_ahead, "reading prompts")
             # If reading fails, the next call must not get the same error again.
             self._next = None
             with waiting(_BATCH):
-                batch, self._state_after_taken = current.result()
+                batch, self._state_after_taken = reading.result()
             self._next = in_background(self._read_ahead, "reading prompts")
         else:
             batch = self._read()

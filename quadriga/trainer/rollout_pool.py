@@ -196,20 +196,21 @@ class RolloutPool(WeightPublisher):
         has_frozen = self._has_frozen
         # Stays False if an error is raised below, because some engines may lack the frozen weights.
         self._has_frozen = False
-        sent = self._actor.method("send_weights")(version, has_frozen)
+        sending = self._actor.method("send_weights")(version, has_frozen)
         try:
-            received = self._call("receive_weights", version)
+            # For each engine, whether it has the frozen weights now; empty if an engine was lost.
+            frozen_flags = self._call("receive_weights", version)
         except UNSENT:
-            sent.get()  # if both sides failed, the sender's error has the reason
+            sending.get()  # if both sides failed, the sender's error has the reason
             raise
         try:
-            sent.get()
+            sending.get()
         except UNSENT:
             # If an engine was lost, `_call` has returned nothing, and the sender's error is expected.
-            if received:
+            if frozen_flags:
                 raise
-        self._has_frozen = all(received)
-        return bool(received)
+        self._has_frozen = all(frozen_flags)
+        return bool(frozen_flags)
 
     def _call(self, method: str, argument: Any) -> list[Any]:
         """Call a method on all engines, and wait for all of them.
@@ -284,8 +285,8 @@ class RolloutPool(WeightPublisher):
 
     def _add_restarted_engines(self) -> bool:
         """Add engines that have been restarted. Returns whether an engine has no weights yet."""
-        for rank, start in self._restarts.ended().items():
-            error = start.exception()
+        for rank, restart in self._restarts.ended().items():
+            error = restart.exception()
             # The restart is tried again, after a longer pause.
             if error:
                 logger.warning(

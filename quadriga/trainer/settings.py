@@ -178,16 +178,16 @@ def has_nothing_to_do(config: Config, settings: RunSettings, *, in_python: bool 
         return False
     try:
         step = step_of(path)
-        before = settings_of(path, config.task)
-        changes = before.changes(settings) if before else []
+        old_settings = settings_of(path, config.task)
+        changes = old_settings.changes(settings) if old_settings else []
         last = trainer.total_training_steps
         # If the configuration has no number of steps, that of the earlier run holds if neither the
         # data nor the number of epochs has changed.
-        if not last and before:
+        if not last and old_settings:
             steps_may_differ = any(
                 change.startswith(_STEPS_FROM) or change.endswith(CONTENT) for change in changes
             )
-            last = 0 if steps_may_differ else before.last
+            last = 0 if steps_may_differ else old_settings.last
         # A supervised run may have been interrupted before it wrote its model, so it goes on.
         if last and step >= last and (config.task == "rl" or changes):
             verify(path)
@@ -230,8 +230,8 @@ def say_nothing_to_do(
     if in_python:
         length_key = "steps"
         directory_key = "name"
-    before = settings_of(checkpoint, config.task)
-    changes = before.changes(settings) if before else []
+    old_settings = settings_of(checkpoint, config.task)
+    changes = old_settings.changes(settings) if old_settings else []
     if not changes:
         where = checkpoint.parent
         print(f"nothing to do: {done} in {where}; raise {length_key} or set {directory_key}")
@@ -263,12 +263,17 @@ def keep_settings(config: Config, settings: RunSettings, done: int, last: int) -
     directory = config.trainer.directory
     path = directory / CONFIGURATION
     first = done + 1
-    before = RunSettings.read(path, config.task)
+    old_settings = RunSettings.read(path, config.task)
     # A run that takes no steps must not replace the settings of one that did.
     if path.exists() and (config.trainer.val_only or done >= last):
         return
     # The file is already valid for the coming steps.
-    if before and before.first < first and before.last == last and not before.changes(settings):
+    if (
+        old_settings
+        and old_settings.first < first
+        and old_settings.last == last
+        and not old_settings.changes(settings)
+    ):
         return
     text = f"{show(config)}# steps {first} to {last}\n{settings.digest_lines()}"
     try:
@@ -277,9 +282,9 @@ def keep_settings(config: Config, settings: RunSettings, done: int, last: int) -
             if earlier_first >= first:
                 earlier_path.unlink()
         # The existing file stays valid for earlier steps. It is kept, and named by the first of them.
-        if before and before.first < first:
-            path.rename(directory / f"config_from_step_{before.first}.yaml")
-        elif not before and path.exists():
+        if old_settings and old_settings.first < first:
+            path.rename(directory / f"config_from_step_{old_settings.first}.yaml")
+        elif not old_settings and path.exists():
             damaged_path = path.rename(directory / f"damaged_{CONFIGURATION}")
             print(
                 f"DAMAGED: {path} holds no configuration: how earlier steps were made is not "

@@ -591,13 +591,15 @@ class AsyncBatches(WeightPublisher):
                 return None if pause.is_over else self._workers.weights.get(version)
 
         keeps_cache = self._config.async_training.kv_on_update == "keep"
-        done = self._workers.streams[worker].load(weights, version, keeps_cache=keeps_cache)
-        done.add_done_callback(partial(self._end_load, worker, version))
+        loading = self._workers.streams[worker].load(weights, version, keeps_cache=keeps_cache)
+        loading.add_done_callback(partial(self._end_load, worker, version))
 
-    def _end_load(self, worker: int, version: int, done: Future[int]) -> None:
+    def _end_load(self, worker: int, version: int, loading: Future[int]) -> None:
         """Report to the schedule that a worker has loaded weights, and release older copies."""
         with self._handling_event(), self._changed:
-            num_steps = done.result()
+            # The engine's number of steps before the load; 0 for engines in other processes. Raises
+            # the error of a load that has failed.
+            num_steps = loading.result()
             # The worker may be lost, or have continued without the weights (`Resume`).
             stream = self._workers.streams.get(worker)
             if stream is None or stream.weight_version != version:
@@ -634,10 +636,10 @@ class AsyncBatches(WeightPublisher):
                     # Keep the engine from its next step until the trainer takes its next batch.
                     self._changed.wait_for(lambda: schedule.hold_after is None or self._is_ended)
 
-        def end_save(done: Future[int]) -> None:
+        def end_save(saving: Future[int]) -> None:
             """Pass an error of the save on to the trainer's thread."""
             with self._handling_event():
-                done.result()
+                saving.result()
 
         self._snapshot.reports[worker] = None
         stream.save(report).add_done_callback(end_save)

@@ -95,8 +95,8 @@ class RemoteStream:
 
         `weights` is called in this process; if the engine pauses, in a background thread.
         """
-        done: Future[int] = Future()
-        self._loads[version] = done
+        future: Future[int] = Future()
+        self._loads[version] = future
         if self._pauses:
             # The engine pauses before its next step; `weights` may wait for the publication.
             self._call("await_weights", version, keeps_cache=keeps_cache)
@@ -107,7 +107,7 @@ class RemoteStream:
             # The engine continues until the weights have arrived.
             self._call("give_weights", version, weights())
             self._call("await_weights", version, keeps_cache=keeps_cache)
-        return done
+        return future
 
     def save(self, report: Callable[[int, list[SavedResponse]], None]) -> Future[int]:
         """Save unfinished groups; see `GenerationStream.save`.
@@ -115,10 +115,10 @@ class RemoteStream:
         `report` is called in the listening thread, with 0 as the number of steps. An engine that
         pauses waits until it has returned.
         """
-        done: Future[int] = Future()
-        self._saves.append((report, done))
+        future: Future[int] = Future()
+        self._saves.append((report, future))
         self._call("hand_out")
-        return done
+        return future
 
     def abort(self, group: int) -> None:
         """Abort a group; `done` is not called."""
@@ -162,9 +162,10 @@ class RemoteStream:
             self.weight_version = value
             self._loads.pop(number).set_result(0)
         elif kind == "saved":
-            report, done = self._saves.pop(0)
+            # Saves end in the order in which they were requested.
+            report, future = self._saves.pop(0)
             report(0, value)
-            done.set_result(0)
+            future.set_result(0)
         elif number in self._open:
             self._open.discard(number)
             self.has_ended = True
