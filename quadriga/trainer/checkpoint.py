@@ -386,7 +386,7 @@ class Checkpoints:
         if path is not None and path.resolve().parent == self.directory.resolve():
             resumed_step = step_of(path)
         for place, error in damaged.items():
-            # The damaged file may be LATEST, which is written again below instead of being kept.
+            # The damaged file may be LATEST, which is written again or removed below.
             print(f"DAMAGED: {error.where}: got {error.got}, expected {error.expected}.")
             if place.name != LATEST:
                 print(f"It is kept as {self._keep_damaged(place)}.")

@@ -389,8 +389,8 @@ def advice(
 
     Args:
         config: the configuration for which advice is wanted.
-        run: configuration and recorded lines (see `fit_recorded_run`) of a run in lockstep. None: lengths
-            and seconds are assumed.
+        run: configuration and recorded lines (see `fit_recorded_run`) of a run in lockstep. None:
+            lengths and seconds are assumed.
     """
     num_rollout = sum(rollout_ranks(config))
     num_train = training_ranks(config)
