@@ -127,6 +127,7 @@ def order_for_ranks(
     # For each row, the cost of all its images and videos.
     image_costs = []
     for inputs in batch.non_tensor_batch.get("multi_modal_inputs", [{}] * len(batch)):
+        # `image_grid_thw` and `video_grid_thw`: the grids of patches, [I, 3].
         grids = [value for name, value in (inputs or {}).items() if name.endswith("grid_thw")]
         image_costs.append(sum(map(cost.images, grids)))
     rows = list(
@@ -135,8 +136,8 @@ def order_for_ranks(
 
     mini_batch_size = config.ppo_mini_batch_size * responses_per_prompt
     if config.shuffle or "rollout_index" in batch.batch.keys():
-        # Each pass shuffles the rows anew, and mini-batches of rollouts differ in their number of
-        # rows. So only the batch as a whole can be balanced.
+        # With `shuffle`, each pass divides the rows into other mini-batches. With rollouts of several
+        # rows, mini-batches differ in their numbers of rows. So only the whole batch is balanced.
         mini_batch_size = len(batch)
     result = balance(rows, num_ranks, mini_batch_size)
     batch.reorder(result.order)

@@ -283,6 +283,7 @@ class Schedule:
                 with `Rules.pauses_to_save`, where it is published after `release`.
         """
         self._awaits_save = True
+        # With `pauses_to_save`, starts end only when all workers pause for weights, in `decide`.
         if not self.rules.pauses_to_save:
             if published is not None:
                 self.published = published
