@@ -97,8 +97,9 @@ class Checkpoints:
         """Read the file `LATEST`.
 
         Returns:
-            The step as a text if the file is intact; "" if there is no file. Otherwise another text,
-            which equals no step: why the file cannot be read, or its wrong content.
+            The step as a text if the file is intact; "" if there is no file, or if it is empty.
+            Otherwise another text, which equals no step: why the file cannot be read, or its wrong
+            content.
         """
         path = self.directory / LATEST
         try:

@@ -294,7 +294,8 @@ def read_recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
         parts, in the form that `fit_recorded_run` of trainer/asynchronous/simulation.py reads.
 
     Raises:
-        DataError: the run has not recorded them, or its steps differ in their numbers of responses.
+        DataError: the run has not recorded metrics and responses, or has used `async_training`, or
+            its steps differ in their numbers of responses.
     """
     folder = RunFolder(run)
     config = load_config([], [run / CONFIGURATION]).config

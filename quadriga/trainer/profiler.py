@@ -79,7 +79,8 @@ class Profiler:
         """Start to record in this process and in the chosen ranks of all groups."""
         tool = str(self._section.tool)
         origin_ns = time.time_ns()
-        # The constructor registers the recording as `Recording.current`, which `_write` finishes.
+        # Only `torch` records this process. The constructor registers the recording as
+        # `Recording.current`, which `_write` finishes.
         if tool == "torch":
             Recording(tool, DRIVER, 0, origin_ns)
         # Worker groups, and the handles of their calls.

@@ -366,17 +366,17 @@ def majority_values(
     """
     num_most = max(map(len, scores))
     moments = defaultdict(list)
-    for prompt, answers in zip(scores, predictions, strict=True):
+    for scores_of_prompt, answers in zip(scores, predictions, strict=True):
         # Number the distinct answers, and compute the count and the mean score of each.
         numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
         answer_numbers = np.array([numbers[answer] for answer in answers])
         counts = np.bincount(answer_numbers)
-        mean_scores = np.bincount(answer_numbers, weights=prompt) / counts
+        mean_scores = np.bincount(answer_numbers, weights=scores_of_prompt) / counts
         # In ascending order, prompts with the same counts share an entry of the cache.
         order = np.argsort(counts, kind="stable")
         chances = majority_chances(tuple(counts[order].tolist()))
         for k in _draw_sizes(num_most):
-            if k <= len(prompt):
+            if k <= len(scores_of_prompt):
                 moments[k].append(_moments(mean_scores[order][None], chances[k]))
     metrics = {}
     for k, moments_of_prompts in moments.items():

@@ -153,10 +153,9 @@ class RemoteStream:
     def _handle_event(self, kind: str, number: int, value: Any) -> None:
         """Handle an event of `ServedStream.events`.
 
-        Args:
-            kind: "loaded", "saved" or "ended".
-            number: version that `load` asked for; 0 if saved; number of the ended group.
-            value: version of the weights since then; saved responses; rows of the group.
+        The parts of an event are: "loaded", the version that `load` was called with, and the version
+        of the weights since then; or "saved", 0, and the saved responses; or "ended", the number of
+        a group, and its rows.
         """
         if kind == "loaded":
             self.weight_version = value
