@@ -184,6 +184,7 @@ class SFTTrainer(SupervisedTrainer):
         """Sum of the losses of the trained tokens, in nats, and their number."""
         batch = conversations_batch(rows)
         log_probs = self.learner.predict(batch).batch["old_log_probs"]
+        # Log-probs of tokens that are not trained are 0.
         loss = -float(log_probs.double().sum())
         if not torch.isfinite(torch.tensor(loss)):
             raise EngineError(

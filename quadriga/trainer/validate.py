@@ -204,9 +204,9 @@ def means(values: Mapping[str, np.ndarray]) -> dict[str, float]:
 def interval(values: np.ndarray) -> tuple[float, float]:
     """The 95 % confidence interval of the mean of values [prompts], as a sample of many prompts.
 
-    If all values are in [0, 1], it is Wilson's interval for an effective number of prompts: as many
-    values of 0 or 1 would give the same variance of the mean. Otherwise it is the mean plus and
-    minus 1.96 standard errors.
+    If all values are in [0, 1], it is Wilson's interval for an effective number of prompts: the
+    number of values of 0 or 1 whose mean would have the same variance. Otherwise it is the mean plus
+    and minus 1.96 standard errors.
     """
     mean = float(values.mean())
     num_prompts = len(values)
@@ -222,6 +222,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     # mean * (1 - mean) / n.
     bernoulli_variance = mean * (1 - mean)
     n = num_prompts
+    # Without a variance, such as that of a single prompt, the number of prompts is taken.
     if bernoulli_variance and variance_of_mean:
         n = bernoulli_variance / variance_of_mean
     # Wilson's interval: (mean + z²/2n ± z sqrt(mean (1 - mean) / n + z²/4n²)) / (1 + z²/n).
