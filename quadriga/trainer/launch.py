@@ -105,7 +105,8 @@ def cluster_of(
     num_processes = sum(map(sum, counts_of_pools))
     num_nodes = max(map(len, counts_of_pools))
     timeline = timeline or Timeline()
-    # Processes of a cluster that is started here inherit the limits.
+    # The limits of this process are checked, such as that of open files: the processes of a cluster
+    # that is started here inherit them.
     num_processes_here = sum(counts[0] for counts in counts_of_pools)
     check_machine(config.trainer.device, num_processes_here, num_nodes)
     # This process computes little; spinning threads would take the workers' cores.

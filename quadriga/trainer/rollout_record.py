@@ -176,7 +176,8 @@ class RolloutRecorder:
             self._is_over_limit = True
             logger.warning(
                 "trainer.rollout_record_gib=%g: the record of rollouts takes %.2f GiB, for its "
-                "steps since the oldest checkpoint are needed to replay them.",
+                "steps since the oldest checkpoint are needed to replay them. Raise the limit, or "
+                "keep fewer checkpoints with trainer.max_ckpt_to_keep.",
                 self._max_bytes / 2**30,
                 self._num_bytes / 2**30,
             )

@@ -242,7 +242,8 @@ class AsyncBatches(WeightPublisher):
                 # No batch was taken yet, so the state is still that of the resumed checkpoint.
                 return self._snapshot.resumed
             schedule.hold(self._workers.unannounced)
-            # If engines are saved while they pause for these weights, they must not get them yet.
+            # With `pauses_to_save`, engines are saved while they pause for the published weights. So
+            # these are announced only by the next `take`.
             if not self.rules.pauses_to_save:
                 self._announce()
             self._act()

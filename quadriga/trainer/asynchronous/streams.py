@@ -84,7 +84,10 @@ class RemoteStream:
         joined: Callable[[int], None] | None = None,
         saved: Sequence[SavedResponse] = (),
     ) -> None:
-        """Start to generate groups; see `GenerationStream.start`. `joined` is not called."""
+        """Start to generate groups; see `GenerationStream.start`.
+
+        `joined` is not called, because engines in other processes do not report their steps.
+        """
         self._open |= groups.keys()
         self._call("start", dict(groups), None, saved)
 
