@@ -281,8 +281,8 @@ def answer_files(config: Config, output: Path) -> int:
             got=f"{len(rows)} of {num_rows} rows, by data.filter_overlong_prompts or "
             "data.val_max_samples",
             expected="all of them",
-            fix="Leave both out: a file of fewer rows takes a part, data.truncation=left shortens "
-            "long prompts.",
+            fix="Leave both out. For a part of the rows, give a file that has only these; for long "
+            "prompts, set data.truncation=left, which shortens them.",
         )
     longest_prompt = data.max_prompt_length
     if rows.longest_prompt is not None:

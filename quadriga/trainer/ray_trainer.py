@@ -188,8 +188,8 @@ class RayPPOTrainer(TrainingLoop):
                 self.tracking.log(self.validate(), self.global_steps)
             if trainer.val_only:
                 return
-            # Frequent validations are part of the pace of the steps. A single one at the end takes
-            # as long as the one before the first step.
+            # For the predicted time: a single validation, after the last step, takes as long as the
+            # validation before the first one. Frequent validations are part of the steps' pace.
             self.progress.begin(is_repeated=trainer.test_freq >= self.total_training_steps)
             while not self.is_last_step:
                 batch = None

@@ -334,8 +334,8 @@ class AsyncBatches(WeightPublisher):
     def _prepare_local_engine(self, schedule: Schedule) -> None:
         """Prepare the engine in this process for the first batch.
 
-        It continues the count of steps of the checkpoint. If the schedule repeats a record, it asks
-        for the recorded decisions before each step.
+        The engine continues the count of steps of the checkpoint. If the schedule repeats a record,
+        the engine asks for the recorded decisions before each of its steps.
         """
         # The only worker has loaded these weights, so the copy is not needed any more.
         self._workers.weights.clear()
