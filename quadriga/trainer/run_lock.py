@@ -166,13 +166,13 @@ def _lock_and_sign(path: Path) -> int | None:
 
 
 def _lock(descriptor: int, path: Path) -> str:
-    """Lock the open file.
+    """Lock the open file, as soon as another process releases it within `DEATH_S`.
 
     Returns:
-        Why the file system cannot lock it; "" if it is locked.
+        Why the file system cannot lock the file; "" if it is locked now.
 
     Raises:
-        CheckpointError: another process has locked it.
+        CheckpointError: another process still holds the lock after `DEATH_S`.
     """
     deadline = time.monotonic() + DEATH_S
     while True:

@@ -151,6 +151,7 @@ class RemoteStream:
                 for event in events_of_first_rank:
                     self._handle_event(*event)
         except BaseException as error:
+            # `StreamPool.refresh_streams` finds it.
             self.error = error
 
     def _handle_event(self, kind: str, number: int, value: Any) -> None:
