@@ -62,6 +62,7 @@ def own_command(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the line ends otherwise, because a Python program has called the command.
     """
+    # `--traceback` may stand anywhere in the line, and is not among the words.
     line = [word for word in sys.orig_argv if word != "--traceback"]
     if line[-len(words) :] != list(words):
         raise ConfigError(OPTION, got="a call by a Python program", expected="a command line")

@@ -82,7 +82,7 @@ def with_turn_rewards(scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
 
 
 def forget_times(rows: DataProto) -> None:
-    """Set the times of responses that this run did not generate to NaN, also if they are missing.
+    """Set the times of responses that this run did not generate to NaN; add the columns if missing.
 
     Args:
         rows: prompts, which have no times, or responses, which may be graded. Conversations have

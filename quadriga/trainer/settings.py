@@ -94,8 +94,8 @@ class RunSettings:
     def changes(self, later: "RunSettings") -> list[str]:
         """Describe how later settings differ from these.
 
-        A key that only one of the two settings have was added or removed by another version of
-        Quadriga, and is not a change.
+        A key that only one of them has was added or removed by another version of Quadriga, and is
+        not a change.
 
         Returns:
             One line for each key, which begins with the key; and for each file whose content

@@ -452,7 +452,7 @@ def _assumed_workload(config: Config, median: float) -> Workload:
 
     Args:
         config: has the number and the largest length of responses.
-        median: of the lengths, in tokens.
+        median: median length of the responses, in tokens.
     """
     shape = (NUM_STEPS, config.data.train_batch_size, config.actor_rollout_ref.rollout.n)
     logarithms = np.random.default_rng(0).normal(np.log(median), 1.0, shape)
