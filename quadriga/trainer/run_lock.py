@@ -215,7 +215,7 @@ def _wait_for_silence(path: Path, holder: dict[str, str], reason: str) -> None:
         if len(update_times) > 1:
             raise _held_error(path, holder)
         time.sleep(BEAT_S / 10)
-    print(f"{path}: none; its run is over.", flush=True)
+    print(f"{path}: no sign of life; its run is over.", flush=True)
 
 
 def _held_error(path: Path, holder: dict[str, str]) -> CheckpointError:
