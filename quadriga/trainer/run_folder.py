@@ -105,11 +105,11 @@ class RunFolder:
 
     @cached_property
     def responses(self) -> dict[int, Callable[[], list[Sample]]]:
-        """Readers of the recorded responses: step -> function that reads that step's.
+        """Functions that read the recorded responses of a step, by step.
 
         Only one source is used, the first that has anything: text files of training, the record of
-        training, text files of validation, the record of validation, samples.jsonl. Empty if none
-        has.
+        training, text files of validation, the record of validation, samples.jsonl. The result is
+        empty if no source has anything.
         """
         last_step = self.last_step or math.inf  # 0: not known
         for name, kind in (("rollout_data_dir", STEP), ("validation_data_dir", VALIDATION)):
