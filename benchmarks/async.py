@@ -45,7 +45,7 @@ import ray  # noqa: E402
 import torch  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
-from async_simulation import Costs, Simulation, colocated, recorded  # noqa: E402
+from async_simulation import Costs, Simulation, colocated, fit_recorded_run  # noqa: E402
 from drawn_lengths import SETTINGS  # noqa: E402
 from quadriga.config import load_config  # noqa: E402
 from quadriga.single_controller.ray.cluster import OWN_CLUSTER  # noqa: E402
@@ -205,7 +205,7 @@ def predicted(runs: Sequence[Outcome], folder: Path, args: Namespace) -> dict[st
     publish_s = median(line["publish_s"] for line in lines)
     loads = {"publish_s": 0.0, "load_s": publish_s, "switch_s": UPDATES * publish_s}
     costs = replace(Costs(), **loads, capacity=10**6, recomputes=True)
-    workload, costs = recorded(lines, args.steps, costs, 1, 1)
+    workload, costs = fit_recorded_run(lines, args.steps, costs, 1, 1)
     print("recorded: " + ", ".join(f"{key} {value:.3g}" for key, value in vars(costs).items()))
     sizes = {"num_groups": args.prompts, "group_size": args.responses, "num_steps": args.steps}
     found = {

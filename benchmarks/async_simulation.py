@@ -44,9 +44,9 @@ from quadriga.trainer.asynchronous.simulation import (
     Simulation,
     SimulationResult,
     Workload,
-    recorded,
+    fit_recorded_run,
 )
-from quadriga.trainer.preflight import recorded_run
+from quadriga.trainer.preflight import read_recorded_run
 
 SPLITS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Shares of the GPUs that train."""
@@ -182,11 +182,11 @@ def main() -> None:
             sizes = (args.recorded_workers, args.recorded_gpus)
             file = args.recorded
             lines = (
-                recorded_run(file)[1]
+                read_recorded_run(file)[1]
                 if file.is_dir()
                 else list(map(json.loads, file.read_text().splitlines()))
             )
-            workload, costs = recorded(lines, args.steps, costs, *sizes)
+            workload, costs = fit_recorded_run(lines, args.steps, costs, *sizes)
         else:
             workload = long_tailed(args.steps, args.prompts, args.responses, args)
         _, prompts, responses = workload.lengths.shape

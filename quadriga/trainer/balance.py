@@ -41,7 +41,7 @@ class Row:
     num_prompt_tokens: int
     num_response_tokens: int
     prompt_cost: float
-    response_cost: float  # cost that it adds if its prompt is computed already
+    response_cost: float  # cost that the response adds if the prompt is computed already
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SequenceCost:
         prompt: Hashable,
         num_prompt_tokens: int,
         num_response_tokens: int,
-        images: float = 0.0,
+        image_cost: float = 0.0,
     ) -> Row:
         """Compute the costs of a response.
 
@@ -70,17 +70,18 @@ class SequenceCost:
             prompt: identifies the prompt.
             num_prompt_tokens: length of the prompt.
             num_response_tokens: length of the response.
-            images: cost of the prompt's images.
+            image_cost: cost of the prompt's images.
         """
         prompt_cost = self._layers_cost(num_prompt_tokens)
-        # Response tokens also attend to the prompt, so their cost is a difference.
+        # Response tokens also attend to the prompt. So their cost is that of the whole sequence
+        # minus that of the prompt alone.
         length = num_prompt_tokens + num_response_tokens
         response_cost = self._layers_cost(length) - prompt_cost
         return Row(
             prompt,
             num_prompt_tokens,
             num_response_tokens,
-            prompt_cost=prompt_cost + images,
+            prompt_cost=prompt_cost + image_cost,
             response_cost=response_cost + self.head * num_response_tokens,
         )
 
@@ -121,10 +122,12 @@ def order_for_ranks(
     attention = batch.batch["attention_mask"]
     response_lengths = attention[:, -batch.batch["responses"].shape[1] :].sum(-1)
     prompt_lengths = attention.sum(-1) - response_lengths
-    # Without prefix sharing each row computes its own prompt.
+    # Without prefix sharing each row computes its own prompt, so no two rows have the same key.
     prompts = batch.non_tensor_batch["uid"] if config.use_prefix_sharing else range(len(batch))
+    # For each row, the cost of all its images and videos.
     image_costs = []
     for inputs in batch.non_tensor_batch.get("multi_modal_inputs", [{}] * len(batch)):
+        # `image_grid_thw` and `video_grid_thw`: the grids of patches, [I, 3].
         grids = [value for name, value in (inputs or {}).items() if name.endswith("grid_thw")]
         image_costs.append(sum(map(cost.images, grids)))
     rows = list(
@@ -133,8 +136,8 @@ def order_for_ranks(
 
     mini_batch_size = config.ppo_mini_batch_size * responses_per_prompt
     if config.shuffle or "rollout_index" in batch.batch.keys():
-        # Each pass shuffles the rows anew, and mini-batches of rollouts differ in their number of
-        # rows. So only the batch as a whole can be balanced.
+        # With `shuffle`, each pass divides the rows into other mini-batches. With rollouts of several
+        # rows, mini-batches differ in their numbers of rows. So only the whole batch is balanced.
         mini_batch_size = len(batch)
     result = balance(rows, num_ranks, mini_batch_size)
     batch.reorder(result.order)
@@ -174,8 +177,8 @@ def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balanc
     original_shares = []
     for start in range(0, len(rows), mini_batch_size):
         members = range(start, min(start + mini_batch_size, len(rows)))
-        # Counting round-robin over the whole batch makes the quotas of a mini-batch differ by at
-        # most one row, and those of a rank add up to the size of its chunk.
+        # Rows are counted round-robin over the whole batch. So the quotas of a mini-batch differ by
+        # at most one row, and the quotas of a rank add up to the size of its chunk.
         quotas = [0] * num_ranks
         original_rows = [[] for _ in range(num_ranks)]
         for number in members:
@@ -211,8 +214,8 @@ def _assign_groups(
 ) -> list[list[int]]:
     """Assign the rows of a mini-batch to ranks in groups of the same prompt, the costliest first.
 
-    A group goes to the least loaded rank that has room for all of it. If there is none, its rows
-    are assigned one by one.
+    A group goes to the least loaded rank that has room for all of its rows. If there is no such
+    rank, the rows are assigned one by one.
 
     Args:
         rows: all rows.
@@ -271,7 +274,8 @@ def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
         heavy_share.append(from_light)
         light_share = [number for number in shares[light] if number != from_light]
         light_share.append(from_heavy)
-        # Prompts that rows share are counted here, so the swap may shorten nothing after all.
+        # `_best_swap` ignores prompts that rows share; the exact loads may show that the swap does
+        # not shorten the longest share.
         heavy_load = cost_of_share(rows, heavy_share)
         light_load = cost_of_share(rows, light_share)
         if max(heavy_load, light_load) >= loads[heavy] * (1 - WORTHWHILE):
@@ -296,10 +300,10 @@ def _best_swap(
     Args:
         rows: all rows.
         heavy_share, light_share: row numbers of the two ranks.
-        heavy_load, light_load: their costs.
+        heavy_load, light_load: costs of the two ranks.
 
     Returns:
-        The number of the heavy rank's row, and of the light rank's.
+        The number of the row to move from the heavy rank, and of that from the light rank.
     """
     heavy_rows = [rows[number] for number in heavy_share]
     light_rows = [rows[number] for number in light_share]
@@ -317,13 +321,14 @@ def _costs_of_moves(origin: Sequence[Row], target: Sequence[Row]) -> tuple[np.nd
     """Costs of moving each row of one rank, `origin`, to another one, `target`.
 
     Returns:
-        What the origin's load loses and what the target's gains, [rows of the origin] each.
+        For each row, what the load of the origin loses if it leaves, and what the load of the
+        target gains if it arrives: [rows of the origin] each.
     """
     origin_counts = Counter(row.prompt for row in origin)
     target_prompts = {row.prompt for row in target}
     responses = np.array([row.response_cost for row in origin])
     prompts = np.array([row.prompt_cost for row in origin])
-    # A rank pays for a prompt as long as it has at least one of its rows.
+    # A rank computes a prompt as long as it has at least one row with it.
     is_last = np.array([origin_counts[row.prompt] == 1 for row in origin])
     is_new = np.array([row.prompt not in target_prompts for row in origin])
     return responses + prompts * is_last, responses + prompts * is_new

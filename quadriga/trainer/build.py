@@ -128,6 +128,7 @@ class BuiltRun:
             except WorkerLostError as error:
                 print(f"The run is complete. {error}")
             if isinstance(self.trainer, RayPPOTrainer):
+                # Waits for engines that are being restarted, so it comes after the workers' end.
                 self.trainer.weights.close()
 
 
@@ -135,7 +136,8 @@ def check_async_training(config: Config, needs: Needs) -> None:
     """Check that the algorithm works with `async_training`.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the estimator needs greedy responses, or the critic's mini-batches are larger
+            than the parts of a batch.
     """
     settings = config.async_training
     if needs.greedy_baseline and settings.enable:
@@ -193,6 +195,7 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
             with timeline.part("rewards"):
                 make_reward = parts.reward or partial(build_reward, config, tokenizer, train, val)
                 reward = make_reward()
+        # Automatic choices by name, with the reason of each.
         choices = finish_loading()
 
         num_batches = max(1, len(train))
@@ -213,10 +216,11 @@ def build_run(config: Config, timeline: Timeline, parts: Replacements = NO_PARTS
                 trainer.validator.reward = parts.val_reward()
             trainer.recorder.take_call_times = team.take_call_times
             choices |= needs.describe()
-            overlap = config.async_training
-            if overlap.enable:
+            asynchronous = config.async_training
+            if asynchronous.enable:
                 choices["asynchronous"] = (
-                    f"staleness up to {overlap.max_staleness}, in versions; {overlap.in_flight}"
+                    f"staleness up to {asynchronous.max_staleness}, in versions; "
+                    f"{asynchronous.in_flight}"
                 )
             if config.actor_rollout_ref.rollout.serve.enable:
                 server = TrainingServer(config, tokenizer, rollout_of(team))
@@ -249,7 +253,8 @@ def check_before_start(config: Config, needs: Needs) -> None:
     """
     check_services(config.trainer.loggers)
     if config.task == "rl":
-        # The first two are called only for their errors: a wrong loss, option or engine.
+        # The first two results are not used: the calls raise the errors of a wrong loss, option or
+        # engine.
         UpdateInputs(config)
         rollout_engine_class(config)
         check_async_training(config, needs)
@@ -259,7 +264,7 @@ def check_before_start(config: Config, needs: Needs) -> None:
 
 
 def _with_counted_epochs(config: Config, num_batches: int) -> Config:
-    """Replace `after_each_epoch` in `save_freq` and `test_freq` by the number of steps."""
+    """Replace `after_each_epoch` in `save_freq` and `test_freq` by the number of batches."""
     frequencies = {}
     for name in ("save_freq", "test_freq"):
         if getattr(config.trainer, name) == "after_each_epoch":
@@ -278,13 +283,13 @@ def start_workers(
         config: the resolved configuration.
         tokenizer: the tokenizer of the policy.
         needs: optional passes of a training step, which decide on the roles.
-        replacements: worker classes that replace those of their roles. A class for one of the
-            roles with the policy replaces those of all of them.
+        replacements: worker classes by role, which replace the role's own class. The policy has
+            one of the roles in `POLICIES`; a class for any of them is used for the policy.
 
     Raises:
         ConfigError: a replacement is not a subclass of its role's class.
     """
-    # A replacement for any role with the policy.
+    # The user need not know which of its roles the policy has in this run.
     policies = map(Role, POLICIES)
     policy_class = next((replacements[role] for role in policies if role in replacements), None)
     role_classes = {
@@ -318,7 +323,7 @@ def start_workers(
         if role in role_classes:
             workers[role] = ClassWithInitArgs(cls, config, tokenizer)
         else:
-            # One class serves several roles with the policy, so it is told which.
+            # One class serves all roles of the policy, so it is told which role it has.
             workers[role] = ClassWithInitArgs(cls, config, tokenizer, role)
 
     runtime_env = {"nsight": NSIGHT} if config.global_profiler.tool == "nsys" else {}
@@ -428,7 +433,8 @@ def frozen_team(config: Config, tokenizer: Any, *roles: Role) -> Iterator[Worker
         roles: `Role.ActorRollout`, which is placed like a run's rollout, and `Role.RewardModel`.
     """
     pools = role_pools(config.trainer, [role for role in roles if role == Role.RewardModel])
-    policy = next(role for role in (Role.Rollout, *POLICIES) if role in pools)
+    # The pool of a separate rollout, or else that of the policy.
+    rollout_pool = next(pools[role] for role in (Role.Rollout, *POLICIES) if role in pools)
     # Nothing is trained, so generation has nothing to overlap with. A single call may have all
     # rows, so its time is not limited.
     trainer = config.trainer.model_copy(update={"phase_timeout_s": None})
@@ -440,7 +446,7 @@ def frozen_team(config: Config, tokenizer: Any, *roles: Role) -> Iterator[Worker
             pool_of_role[role] = pools[role]
             workers[role] = ClassWithInitArgs(RewardModelWorker, config, tokenizer)
         else:
-            pool_of_role[role] = pools[policy]
+            pool_of_role[role] = rollout_pool
             workers[role] = ClassWithInitArgs(
                 ActorRolloutRefWorker, config, tokenizer, role, is_trained=False
             )
@@ -469,7 +475,7 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
         loaders: loaders of the rows; None is skipped.
 
     Raises:
-        RewardError: it cannot grade responses to a row.
+        RewardError: the manager cannot grade responses to a row.
     """
     manager = load_reward_manager(config, tokenizer)
     try:
@@ -479,6 +485,7 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
             # A mixture has several data sets.
             for dataset in getattr(loader.dataset, "parts", [loader.dataset]):
                 _check_rows(manager, dataset)
+                # Each row then has a copy of all its columns in `extra_info`, under this key.
                 if manager.reads_rows and isinstance(dataset, RLHFDataset):
                     dataset.columns_entry = ROW
     except BaseException:
@@ -490,7 +497,11 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
 
 
 def _check_rows(manager: RewardManager, dataset: Any) -> None:
-    """Check that a reward manager can grade the rows of a data set."""
+    """Check that a reward manager can grade the rows of a data set.
+
+    Raises:
+        RewardError: the manager cannot grade responses to a row.
+    """
     # A user's class may change the rows of the files, so they cannot be checked in advance.
     if getattr(type(dataset), "__getitem__", None) is not RLHFDataset.__getitem__:
         return
@@ -521,7 +532,7 @@ def _load_dataset(config: Config, tokenizer: Any, context: PromptContext, *, is_
     files = data.train_files if is_train else data.val_files
     if config.task == "rl":
         if config.reward_model.enable:
-            # A reward model with a chat template of its own reads the messages.
+            # The reward model may have a chat template of its own, for which it needs the messages.
             data = data.model_copy(update={"return_raw_chat": True})
         return create_rl_dataset(
             files,

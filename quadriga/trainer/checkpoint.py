@@ -81,7 +81,7 @@ class Checkpoints:
         latest = self._read_latest()
         if latest in map(str, steps):
             return int(latest)
-        # LATEST is missing or damaged, or names a checkpoint that is not considered.
+        # LATEST is missing or damaged, or names a checkpoint that is missing or too late.
         candidates = self._without_superseded(steps)
         # To resume, a superseded checkpoint is better than none.
         if not candidates and before_step == math.inf:
@@ -97,8 +97,9 @@ class Checkpoints:
         """Read the file `LATEST`.
 
         Returns:
-            Its text, which is a step if the file is intact; "" if there is no file; why it cannot
-            be read, or what is wrong with it, otherwise. The latter equal no step.
+            The step as a text if the file is intact; "" if there is no file, or if it is empty.
+            Otherwise another text, which equals no step: why the file cannot be read, or its wrong
+            content.
         """
         path = self.directory / LATEST
         try:
@@ -140,7 +141,7 @@ class Checkpoints:
         return folder
 
     def complete(self, step: int) -> None:
-        """Turn the folder of `begin` into a checkpoint, and delete those beyond `max_to_keep`.
+        """Turn the folder of `begin` into a checkpoint, and delete the oldest beyond `max_to_keep`.
 
         The files are listed, synchronized to disk and read back before the folder gets its name.
 
@@ -157,7 +158,8 @@ class Checkpoints:
                     entries[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
             manifest = json.dumps(entries, indent=2) + "\n"
             (unfinished / MANIFEST).write_text(manifest, encoding="utf-8")
-            # On disk before they are read back, and both before the folder gets its name.
+            # The files are synchronized before they are read back, and both happen before the folder
+            # gets the name of a checkpoint.
             _sync(unfinished)
             verify(unfinished)
 
@@ -191,7 +193,8 @@ class Checkpoints:
             self._delete_surplus(newest, self.max_to_keep)
 
     def _delete_unfinished(self) -> None:
-        """Delete unfinished folders. Only one process writes here, so killed ones left them."""
+        """Delete the unfinished folders of processes that were killed."""
+        # Only one process at a time writes here, so no folder is still in use.
         for leftover in self.directory.glob(f"{_UNFINISHED}*"):
             _delete(leftover)
 
@@ -204,8 +207,8 @@ class Checkpoints:
         """Context manager: abandon the checkpoint of a step if the block fails.
 
         Raises:
-            CheckpointError: it cannot be written, for example because the disk is full. The error
-                names the checkpoint that is left to resume from.
+            CheckpointError: the block has raised an OSError or a CheckpointError, for example
+                because the disk is full. The error names the checkpoint that is left to resume from.
         """
         try:
             yield
@@ -278,8 +281,8 @@ class Checkpoints:
             DamagedCheckpointError: the checkpoint is damaged, and no other one may be loaded
                 instead: the user named this one, no older one is intact, or `resume_fallback`
                 forbids it.
-            CheckpointError: it belongs to another model or optimizer, or the directory cannot be
-                changed.
+            CheckpointError: the checkpoint belongs to another model or optimizer, or the directory
+                cannot be changed.
         """
         path = None
         damaged = {}
@@ -370,20 +373,21 @@ class Checkpoints:
     ) -> None:
         """Set aside the checkpoints in the directory that a starting run does not continue.
 
-        Damaged ones are reported and renamed. Those of steps after the start are marked as
-        superseded if the run resumes by itself. If the user said where it starts, they belong to
-        another run, and are moved to a folder.
+        Damaged checkpoints are reported and renamed. Checkpoints of steps after the start are marked
+        as superseded if the run resumes by itself (`resume_mode=auto`). If the user said where the
+        run starts, such checkpoints belong to another run, and are moved to a folder.
 
         Args:
             path: the checkpoint that the run resumes from; None: it starts from the beginning.
             damaged: errors of damaged checkpoints, and of a damaged `LATEST`, by path.
             config: as for `resume`.
         """
+        # 0 if the run starts from the beginning, or from a checkpoint in another directory.
         resumed_step = 0
         if path is not None and path.resolve().parent == self.directory.resolve():
             resumed_step = step_of(path)
         for place, error in damaged.items():
-            # One of them may be LATEST, which is written again below.
+            # The damaged file may be LATEST, which is written again or removed below.
             print(f"DAMAGED: {error.where}: got {error.got}, expected {error.expected}.")
             if place.name != LATEST:
                 print(f"It is kept as {self._keep_damaged(place)}.")
@@ -438,7 +442,7 @@ class Checkpoints:
 
     def _advice(self, damaged: Collection[Path]) -> str:
         """Advice on how to continue without the checkpoints that are known to be damaged."""
-        # The newest one that is intact is recommended.
+        # Recommend the newest intact checkpoint.
         for step in reversed(self.steps()):
             path = self.path(step)
             if path in damaged:
@@ -510,7 +514,7 @@ def model_folder(path: str | Path) -> str | Path:
     folder = Path(path).expanduser()
     if not folder.exists():
         return path
-    # A run's directory stands for its newest checkpoint.
+    # If the folder is a run's directory, its newest checkpoint is meant.
     checkpoint = Checkpoints(folder).newest_path() or folder
     for candidate in (folder, checkpoint / "actor", checkpoint / "actor" / HF_FOLDER):
         if (candidate / "config.json").is_file():
@@ -583,7 +587,10 @@ def _damaged_error(path: Path, got: str, expected: str) -> DamagedCheckpointErro
 
 
 def _require_regular_file(path: Path) -> None:
-    """Refuse anything but a regular file: reading a named pipe would wait forever."""
+    """Refuse anything but a regular file: reading a named pipe would wait forever.
+
+    A file that does not exist is not refused; reading it raises an error of its own.
+    """
     if path.exists() and not path.is_file():
         raise _damaged_error(path, "no regular file", "a file that can be read")
 

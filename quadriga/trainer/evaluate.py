@@ -111,9 +111,9 @@ def evaluate(config: Config) -> Grades:
     ):
         reward = ModelReward(reward_models[0], grader) if reward_models else grader
         # Step 0: the policy is not trained.
-        rows, errors = Validator(config, tokenizer, policy, reward, loader).grade_all(0)
+        rows, error_counts = Validator(config, tokenizer, policy, reward, loader).grade_all(0)
     grades = Grades.of(rows)
-    return grades._replace(metrics=grades.metrics | errors)
+    return grades._replace(metrics=grades.metrics | error_counts)
 
 
 def answer(
@@ -179,7 +179,7 @@ def with_room(config: Config, num_prompt_tokens: int) -> Config:
     """Limit the length of responses so that the longest prompt and its response fit in the model.
 
     The default of `data.max_response_length` is lowered to what fits, and the length is printed. A
-    value that the user has set must fit as it is.
+    value that the user has set is not changed: if it does not fit, it is refused.
 
     Args:
         config: the resolved configuration.
@@ -281,8 +281,8 @@ def answer_files(config: Config, output: Path) -> int:
             got=f"{len(rows)} of {num_rows} rows, by data.filter_overlong_prompts or "
             "data.val_max_samples",
             expected="all of them",
-            fix="Leave both out: a file of fewer rows takes a part, data.truncation=left shortens "
-            "long prompts.",
+            fix="Leave both out. For a part of the rows, give a file that has only these; for long "
+            "prompts, set data.truncation=left, which shortens them.",
         )
     longest_prompt = data.max_prompt_length
     if rows.longest_prompt is not None:
@@ -293,8 +293,8 @@ def answer_files(config: Config, output: Path) -> int:
         if len(journal.texts) < num_rows:
             _answer_rest(config, tokenizer, rows, journal)
         _write_output(output, tables, journal.texts)
-    # Only once the output is complete: if this call is killed before, the next one finds the
-    # responses here.
+    # Deleted only once the output is complete: if this call is killed before, the next call finds
+    # the responses in the journal.
     shutil.rmtree(journal.folder)
     return num_rows
 
@@ -320,7 +320,8 @@ class ResponseJournal:
             self._file = path.open("a+b")
             self._file.seek(0)
             *lines, incomplete_line = self._file.read().split(b"\n")
-            # A call that was killed while it was writing leaves a line without its end.
+            # If the last call was killed while it was writing, the file ends with part of a line.
+            # Otherwise this part is empty.
             self._file.truncate(self._file.tell() - len(incomplete_line))
         for number, line in enumerate(lines, start=1):
             try:
@@ -351,18 +352,18 @@ def open_journal(output: Path, config: Config) -> Iterator[ResponseJournal]:
     """Context manager: open the journal of an output, locked against other processes.
 
     Args:
-        output: the file to write in the end.
-        config: the configuration of this call.
+        output: the file that will have all responses in the end.
+        config: the resolved configuration.
 
     Raises:
         DataError: the journal was begun with other settings, or cannot be read or written.
         CheckpointError: another process writes to the output.
     """
     folder = output.with_name(f"{output.name}.part")
-    # Before the lock: checksums of large files take long, and another process may hold the lock.
-    settings = _settings_of_responses(config)
+    # Computed before the lock is taken, because checksums of large files take long.
+    settings = _settings_with_model(config)
     with run_lock(folder, _OUTPUT):
-        _check_settings(folder, config, settings)
+        _keep_or_compare_settings(folder, config, settings)
         with closing(ResponseJournal(folder)) as journal:
             if journal.texts:
                 print(
@@ -372,22 +373,24 @@ def open_journal(output: Path, config: Config) -> Iterator[ResponseJournal]:
             yield journal
 
 
-def _check_settings(folder: Path, config: Config, settings: RunSettings) -> None:
-    """Compare the settings with those that a journal was begun with; write those of a new one.
+def _keep_or_compare_settings(folder: Path, config: Config, settings: RunSettings) -> None:
+    """Write the settings of a new journal, or compare them with the settings it was begun with.
 
     Args:
         folder: folder of the journal.
-        config: the configuration of this call.
-        settings: result of `_settings_of_responses`.
+        config: the resolved configuration, which is written.
+        settings: the keys of `config` and digests of the files that it names, which are compared.
 
     Raises:
-        DataError: settings that responses depend on differ.
+        DataError: the journal was begun with other values of keys that responses depend on, or with
+            other files; or its settings cannot be read.
     """
     file = folder / CONFIGURATION
+    # None for a new journal, or if the file cannot be read.
     settings_before = RunSettings.read(file, config.task)
     changes = []
-    # Responses depend only on some keys, and on the content of files.
     if settings_before is not None:
+        # A change begins with the key, or ends with `CONTENT` if it is that of a file.
         for change in settings_before.changes(settings):
             if change.startswith(_RESPONSE_KEYS) or change.endswith(CONTENT):
                 changes.append(change)
@@ -469,10 +472,10 @@ def _disk_errors_as_data_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _settings_of_responses(config: Config) -> RunSettings:
-    """Settings of a call, with a digest of the sizes and times of the model's files.
+def _settings_with_model(config: Config) -> RunSettings:
+    """Settings of a configuration, including a digest that changes with the model's files.
 
-    Reading the files themselves would take too long.
+    It is a digest of their names, sizes and times, because reading a model would take too long.
     """
     settings = RunSettings.of(config)
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
@@ -509,21 +512,23 @@ def score_file(
 
     Raises:
         ConfigError: the reward manager needs a model or a batch of tokens.
-        DataError: the file is wrong.
+        DataError: the file cannot be read, or lacks a column, or a value is not what its column
+            must have.
         RewardError: too many responses could not be graded.
     """
     source_key = config.data.reward_fn_key
     table = _responses_table(config, path, (source_key, response_key, reward_model_key))
     with closing(load_reward_manager(config, None)) as manager:
-        key = ""
+        # The key that asks for more than the text of a response; "" if none does.
+        refused_key = ""
         if config.reward_model.enable:
-            key = "reward_model.enable"
+            refused_key = "reward_model.enable"
         # A manager that overrides `shaped` reads more of a response than its text.
         elif getattr(type(manager), "shaped", None) is not SampleManager.shaped:
-            key = "reward_model.reward_manager"
-        if key:
+            refused_key = "reward_model.reward_manager"
+        if refused_key:
             raise ConfigError(
-                key,
+                refused_key,
                 got="a grader that reads tokens",
                 expected="one that grades a text",
                 fix="Name a score function: custom_reward_function.path.",
@@ -622,6 +627,6 @@ def _samples_of(
             )
             places.append(place)
             row_numbers.append(row_number)
-    # Without a tokenizer the lengths in tokens are unknown.
+    # Without a tokenizer the numbers of tokens are unknown: they are 0, and so is T.
     lengths = torch.zeros(len(samples), dtype=torch.int64)
     return Samples(samples, lengths, 0, places), row_numbers

@@ -50,9 +50,10 @@ class GroupFilter:
         self._parts: list[DataProto] = []
         # Number of rows of each unequal group.
         self._sizes: list[int] = []
-        # Number of equal groups by the value that their responses share.
+        # Number of equal groups by the value that their responses share. Key None: groups of which
+        # no response has a value.
         self._equal: Counter[float | None] = Counter()
-        # Sum and number of the values of all responses.
+        # Sum and number of the values of all responses, those in equal groups included.
         self._total = 0.0
         self._num_values = 0
 
@@ -84,7 +85,8 @@ class GroupFilter:
         for rows in rows_of_group.values():
             values_of_group = [values[row] for row in rows]
             numbers = [value for value in values_of_group if value is not None]
-            # Not their standard deviation, which need not be exactly zero for equal numbers.
+            # The extremes are compared because the standard deviation of equal numbers need not be
+            # exactly zero.
             if numbers and min(numbers) != max(numbers):
                 unequal_rows += rows
                 self._sizes.append(len(rows))

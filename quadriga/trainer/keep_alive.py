@@ -31,7 +31,7 @@ FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 MAX_FUTILE_DEATHS = 3  # deaths in a row without a new step
 _STEP_FILE = "QUADRIGA_STEP_FILE"  # environment variable with the descriptor of the step file
-_NOTICED_S = 0.5  # time for the child to react to a signal that was sent to it directly
+_NOTICED_S = 0.5  # time for the child to react to a signal that others have sent to it
 _WIDTH = 20  # characters of the number in the step file
 
 
@@ -56,11 +56,13 @@ def own_command(words: Sequence[str]) -> list[str]:
     """The command line of this process, to run it again.
 
     Args:
-        words: arguments of the command that is being executed, with which the line must end.
+        words: arguments of the command that is being executed. The command line of the process
+            must end with them.
 
     Raises:
-        ConfigError: it does not end with them, because a Python program has called the command.
+        ConfigError: the line ends otherwise, because a Python program has called the command.
     """
+    # `--traceback` may stand anywhere in the line, and is not among the words.
     line = [word for word in sys.orig_argv if word != "--traceback"]
     if line[-len(words) :] != list(words):
         raise ConfigError(OPTION, got="a call by a Python program", expected="a command line")
@@ -71,7 +73,7 @@ def require_resumable(config: Config) -> None:
     """Check that a restarted run would continue from its last checkpoint.
 
     Raises:
-        ConfigError: it would not.
+        ConfigError: the run does not resume by itself, or writes no checkpoint.
     """
     trainer = config.trainer
     if trainer.resume_mode != "auto":
@@ -111,9 +113,10 @@ def keep_run_alive(config: Config, words: Sequence[str]) -> int:
 def keep_alive(command: Sequence[str], pause_s: float = FIRST_PAUSE_S) -> int:
     """Run a command, and again each time a signal kills it.
 
-    It is not restarted if it exits by itself, with any status, or is killed by SIGTERM or SIGINT,
-    or after one of these was passed on to it, or has been killed `MAX_FUTILE_DEATHS` times in a row
-    without a new step.
+    The command is not restarted in these cases:
+    - it exits by itself, with any status;
+    - it is killed by SIGTERM or SIGINT, or after this process has received one of them;
+    - it has been killed `MAX_FUTILE_DEATHS` times in a row without a new step.
 
     Args:
         command: a command line whose training calls `step_reporter`.
@@ -201,8 +204,8 @@ class _Child:
         if self._process is None:
             raise SystemExit(128 + number)
         self.num_signals += 1
-        is_first = number == signal.SIGTERM and self.num_signals == 1
-        if is_first and self._has_received_sigterm(self._process.pid):
+        is_first_sigterm = number == signal.SIGTERM and self.num_signals == 1
+        if is_first_sigterm and self._has_received_sigterm(self._process.pid):
             return
         self._process.send_signal(number)
 
@@ -214,6 +217,7 @@ class _Child:
         """
         time.sleep(_NOTICED_S)
         status = Path(f"/proc/{pid}/status")
+        # Before training begins the child never catches SIGTERM, so the mask below says nothing.
         has_begun = _read_step(self._step_fd) >= 0
         if not has_begun or not status.is_file():
             return False

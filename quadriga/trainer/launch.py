@@ -68,7 +68,7 @@ def steps(
     timeline.report()
     try:
         with cluster_of(config, timeline, beside=RUNNER):
-            # On Ray `cluster_of` has already imported the runner.
+            # On Ray, `cluster_of` has already imported the runner and timed it.
             imports = timeline.part("imports", since_origin=True) if is_local else nullcontext()
             with imports:
                 runner = _load(RUNNER)()
@@ -105,7 +105,8 @@ def cluster_of(
     num_processes = sum(map(sum, counts_of_pools))
     num_nodes = max(map(len, counts_of_pools))
     timeline = timeline or Timeline()
-    # Processes of a cluster that is started here inherit the limits.
+    # The limits of this process are checked, such as that of open files: the processes of a cluster
+    # that is started here inherit them.
     num_processes_here = sum(counts[0] for counts in counts_of_pools)
     check_machine(config.trainer.device, num_processes_here, num_nodes)
     # This process computes little; spinning threads would take the workers' cores.
@@ -135,7 +136,7 @@ def _load(target: str) -> Any:
     """Import the object that an import string names.
 
     Raises:
-        ConfigError: it needs Ray, which is not installed.
+        ConfigError: the object needs Ray, which is not installed.
     """
     try:
         with collector_paused(), threads_for_load():

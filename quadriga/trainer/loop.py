@@ -117,8 +117,10 @@ class TrainingLoop:
         self.copies: Any = None
         self.newest_copy: Any = None
         self.warned: set[str] = set()
+        # Writes config.yaml for the coming steps; None if that is done.
         self._keep_settings: Callable[[], None] | None = None
-        self._expires_at = expiry()  # seconds since 1970
+        # When the machine is taken back, in seconds since 1970; infinity if unknown.
+        self._expires_at = expiry()
         self._longest_step_s = 0.0
 
     def _make_saver(self, learners: Mapping[str, Any]) -> saving.CheckpointSaver:
@@ -147,6 +149,7 @@ class TrainingLoop:
         Returns:
             Whether there was anything to resume from.
         """
+        # The folder of a checkpoint, or a description of the copy in memory; None: neither exists.
         source: Path | str | None
         # A copy in memory is never older than the checkpoints.
         if self.newest_copy is None:
@@ -164,8 +167,8 @@ class TrainingLoop:
 
         run_settings = RunSettings.of(self.config)
         last = self.total_training_steps
-        # `has_nothing_to_do` could not always tell. Now the data are loaded, so the last step is
-        # known.
+        # Before the data were loaded, `has_nothing_to_do` may not have known the last step. Now it
+        # is known.
         if isinstance(source, Path) and self.is_last_step and not self.settings.val_only:
             last = min(last, self.global_steps)
             say_nothing_to_do(self.config, source, last, run_settings)
@@ -181,9 +184,9 @@ class TrainingLoop:
     def _attach_copies(self) -> str:
         """Start to keep copies of the state in memory. Returns their kind, or why there are none."""
         for part in self.resumable.values():
-            reason = getattr(part, "cannot_resume", "")
-            if reason:
-                return f"none, for {reason}"
+            obstacle = getattr(part, "resume_obstacle", "")
+            if obstacle:
+                return f"none, for {obstacle}"
         return self.copies.attach(self.saver.workers)
 
     def _load(self, path: Path) -> None:
@@ -204,7 +207,7 @@ class TrainingLoop:
         """
         newest.load(self.saver.workers)
         self._restore(newest.driver, newest.step, with_random_states=True)
-        # Workers may have been lost before the checkpoint of this step was complete.
+        # The workers may have been lost before the checkpoint of the copy's step was complete.
         is_due = self.is_due(self.settings.save_freq)
         # Checkpoints by the clock are never due, except at the end.
         if saves_by_time(self.config):
@@ -300,7 +303,8 @@ class TrainingLoop:
     def log_step(self) -> None:
         """Show and track the metrics of the step, with the cost of a restart before it."""
         if self._keep_settings is not None:
-            # Only now: a run that cannot take a step must not replace the settings of earlier ones.
+            # Only after a step: a run that cannot take one must not replace the settings of an
+            # earlier run.
             self._keep_settings()
             self._keep_settings = None
         if self.recovery is not None:
@@ -323,6 +327,7 @@ class TrainingLoop:
         # After the last step the run ends anyway.
         self.is_stopping = stop_requested.is_set() and not self.is_last_step
         self._longest_step_s = max(self._longest_step_s, self.timer.seconds["step"])
+        # Time for another step and its checkpoint, with a margin.
         needed_s = self._longest_step_s + self.saver.longest_s + settings.esi_redundant_time
         # An expiry in the past belonged to an earlier machine.
         expires_soon = 0 < self._expires_at - time.time() <= needed_s
@@ -348,13 +353,13 @@ class TrainingLoop:
         learner = self.saver.workers["actor"]
         # Workers write the whole folder of their role; only the Hugging Face folder in it is kept.
         with written_aside(target, where="trainer.default_local_dir") as draft:
-            parts = draft.absolute().with_suffix(".parts")
+            role_folder = draft.absolute().with_suffix(".parts")
             try:
-                learner.save_model(parts)
+                learner.save_model(role_folder)
                 learner.checkpoint_written(wait=True)
-                (parts / HF_FOLDER).rename(draft)
+                (role_folder / HF_FOLDER).rename(draft)
             finally:
-                shutil.rmtree(parts, ignore_errors=True)
+                shutil.rmtree(role_folder, ignore_errors=True)
         self.progress.message(f"model: {target}")
 
     def _copy_state(self) -> None:

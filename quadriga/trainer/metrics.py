@@ -36,7 +36,7 @@ _CAUSES = (
 _LARGEST_EXPONENT = 709.0  # exp of more than this overflows a float64
 EARLY_STOP = 1.0  # nats; with correctly loaded weights the difference is below 0.1
 NUM_EARLY_STEPS = 2
-MOST_CUT = 0.9  # least share of responses at the length limit for which a warning is logged
+MOST_CUT = 0.9  # a warning is logged if at least this share of responses is at the length limit
 PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases that are also measured in milliseconds per token.
 
@@ -53,8 +53,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     prompt_lengths = attention[:, :prompt_width].sum(-1).float()
     response_lengths = attention[:, prompt_width:].sum(-1).float()
 
-    # An aborted response is empty, so nothing is learned from its score. Such scores count only
-    # if there are no others.
+    # An aborted response is empty, so nothing is learned from its score. Scores of aborted
+    # responses count only if there are no others.
     has_tokens = response_lengths > 0
     is_scored = scored_rows(batch).to(has_tokens.device)
     is_counted = has_tokens & is_scored
@@ -132,6 +132,7 @@ def dead_signals(batch: DataProto, trainer: TrainerConfig) -> dict[str, str]:
     largest = max(known_scores, key=abs, default=0.0)
     if largest**2 * len(known_scores) > torch.finfo(torch.float32).max:
         row = scores.index(largest)
+        # File and row of each prompt, if the data come from files.
         places = columns.get("source_row")
         place = f"row {row} of the batch" if places is None else places[row]
         warnings["size"] = (
@@ -149,8 +150,8 @@ def _count_equal_groups(batch: DataProto, scores: Sequence[float | None]) -> int
         scores: [B], None for a row without a score.
 
     Returns:
-        The number of groups with scores; 0 if one has different scores, or if there are less than
-        two scores.
+        The number of groups with scores; 0 if a group has different scores, or if the batch has
+        fewer than two scores.
     """
     columns = batch.non_tensor_batch
     scores_of_group = defaultdict(set)
@@ -160,7 +161,7 @@ def _count_equal_groups(batch: DataProto, scores: Sequence[float | None]) -> int
             scores_of_group[uid].add(score)
             num_scores += 1
     groups = list(scores_of_group.values())
-    # With one rollout per prompt, the batch is the group.
+    # With one rollout per prompt, all rows of the batch form one group.
     rollout_ids = columns.get("rollout_id", range(len(scores)))
     if len(set(columns["uid"])) == len(set(rollout_ids)):
         groups = [set().union(*groups)]
@@ -256,10 +257,11 @@ def performance_metrics(
 def check_log_probs(
     metrics: Mapping[str, float], config: RolloutConfig, step: int, num_steps: int
 ) -> dict[str, float]:
-    """Check how much the rollout's log-probabilities differ from the trainer's.
+    """Check how much the rollout's log-probabilities differ from the trainer's; compute a metric.
 
     The difference was measured by the pass for old log-probabilities or, without one, by the
-    forward pass of the only update, which computes the same numbers at no cost.
+    forward pass of the only update, which computes the same numbers at no cost. If it is above
+    `log_prob_diff_warn`, a warning is logged.
 
     Args:
         metrics: metrics of the step; if the difference is not among them, nothing is checked.
@@ -273,7 +275,8 @@ def check_log_probs(
 
     Raises:
         RolloutError: the mean difference is NaN or above `log_prob_diff_stop`. If that is null,
-            the limit is 1 nat in the first two steps with vLLM or SGLang, and there is none later.
+            the limit is 1 nat in the first two steps of this process with vLLM or SGLang, and
+            there is none later or with other engines.
     """
     mean = metrics.get("rollout/log_prob_diff_mean")
     if mean is None:

@@ -116,6 +116,7 @@ class Preflight:
         if "actor_rollout_ref.model.path" in self._wrong_keys:
             return
         config = self.config
+        # An estimator that reads values needs a critic.
         has_critic = "values" in (self.fields or ())
         sizes = self._try(lambda: list(sizes_of_models(config, has_critic=has_critic)))
         self.models = sizes or []
@@ -186,8 +187,8 @@ class Preflight:
         samples = [self._sample_with(facts_of_row, response) for response in responses]
         outcomes = reward.submit(samples).result()
         empty_score, *scores = [0.0 if outcome.error else outcome.score for outcome in outcomes]
-        # If the truth scores in any form, the grader compares with it, and there is nothing to say.
-        # With rewards that are never above 0, the truth still scores more than an empty response.
+        # If the truth scores in any form, the grader compares with it, and no notice is needed. Some
+        # rewards are never above 0: then the truth need only score more than an empty response.
         if score > empty_score or max(scores) > max(0.0, empty_score):
             return
         path = reward.function.path
@@ -201,10 +202,11 @@ class Preflight:
         )
 
     def _facts_of(self, row: Any) -> dict[str, Any] | None:
-        """Collect everything that a grader receives of a row besides the response.
+        """Collect everything that a grader receives besides the response.
 
         Returns:
-            None, with a notice, if the row has a user's agent loop, which may add to it.
+            The arguments of a grader by name. None, with a notice, if the row has a user's agent
+            loop, which may add arguments that are not known here.
         """
         rollout = self.config.actor_rollout_ref.rollout
         extra_info = row.get("extra_info") or {}
@@ -252,7 +254,7 @@ class Preflight:
         run = None
         # Read in any case, so that an error in it is reported.
         if recorded is not None:
-            run = self._try(recorded_run, recorded)
+            run = self._try(read_recorded_run, recorded)
         if self.config.async_training.enable and not self._wrong_keys:
             self.simulated = list(advice(self.config, run))
 
@@ -260,8 +262,9 @@ class Preflight:
 def _is_answer(function: ScoreFunction, facts: dict[str, Any]) -> bool:
     """Whether the ground truth of a row may itself be a correct response.
 
-    Tests of a program, lists of accepted answers and rubrics are not. Neither are those of
-    conversations with tools or a user, which may be graded by what these return.
+    Tests of a program, lists of accepted answers and rubrics are not responses. The ground truths
+    of conversations with tools or a user are not taken for responses either, because graders may
+    read what the tools or the user return.
 
     Args:
         function: the score function.
@@ -280,7 +283,7 @@ def _is_answer(function: ScoreFunction, facts: dict[str, Any]) -> bool:
     return is_short and text[0] not in "{["
 
 
-def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
+def read_recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
     """Read the lengths and times that a run without `async_training` has recorded.
 
     Args:
@@ -288,17 +291,18 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
 
     Returns:
         Its configuration, and for each step the lengths of its responses and the seconds of its
-        parts, in the form that `recorded` of trainer/asynchronous/simulation.py reads.
+        parts, in the form that `fit_recorded_run` of trainer/asynchronous/simulation.py reads.
 
     Raises:
-        DataError: the run has not recorded them, or its steps differ in their numbers of responses.
+        DataError: the run has not recorded metrics and responses, or has used `async_training`, or
+            its steps differ in their numbers of responses.
     """
     folder = RunFolder(run)
     config = load_config([], [run / CONFIGURATION]).config
     if not folder.has_training_responses or not folder.metrics or config.async_training.enable:
         raise DataError(
             f"--recorded {run}",
-            got="none",
+            got="a run without them, or with async_training",
             expected="metrics and responses (trainer.rollout_record) of a run in lockstep",
         )
 
@@ -311,7 +315,7 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
         if gen_s is None or step not in folder.responses:
             continue
         reward_s = metrics.get("timing_s/reward", 0.0)
-        lengths = _lengths(folder, config, step)
+        lengths = _response_lengths(folder, config, step)
         shapes |= {(len(lengths), len(lengths_of_prompt)) for lengths_of_prompt in lengths}
         steps.append(
             {
@@ -331,8 +335,8 @@ def recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
     return config, steps
 
 
-def _lengths(folder: RunFolder, config: Config, step: int) -> list[list[int]]:
-    """Number of tokens of each response of a step, in a list for each prompt."""
+def _response_lengths(folder: RunFolder, config: Config, step: int) -> list[list[int]]:
+    """Number of tokens of each response of a step, at least 1, in a list for each prompt."""
     # The rollout record has the tokens, other files only the texts.
     if step in folder.record.steps():
         rows = folder.record.read(step, columns=["uid", "response_ids"]).rows
@@ -348,5 +352,6 @@ def _lengths(folder: RunFolder, config: Config, step: int) -> list[list[int]]:
             counts.append(len(tokens["input_ids"]))
     lengths = defaultdict(list)
     for uid, count in zip(uids, counts, strict=True):
+        # A simulated response has at least one token, because its version is that of a token.
         lengths[uid].append(max(1, count))
     return list(lengths.values())

@@ -66,6 +66,7 @@ class Profiler:
         except BaseException:
             self.close()
             raise
+        # With `profile_continuous_steps`, the profile goes on if the next step is chosen, too.
         if is_last or not self._section.profile_continuous_steps or step + 1 not in self._steps:
             self._write(self._stop())
 
@@ -78,10 +79,12 @@ class Profiler:
         """Start to record in this process and in the chosen ranks of all groups."""
         tool = str(self._section.tool)
         origin_ns = time.time_ns()
-        # The constructor registers the recording as `Recording.current`, which `_write` finishes.
+        # Only `torch` records this process. The constructor registers the recording as
+        # `Recording.current`, which `_write` finishes.
         if tool == "torch":
             Recording(tool, DRIVER, 0, origin_ns)
-        started = []
+        # Worker groups, and the handles of their calls.
+        pending_calls = []
         for number, (role, group) in enumerate(self._groups.items(), 1):
             ranks = profiled_ranks(self._config, role)
             calls = []
@@ -91,9 +94,9 @@ class Profiler:
                 process = number * 1000 + rank
                 arguments = (tool, f"{role}[{rank}]", process, origin_ns, is_profiled)
                 calls.append((arguments, {}))
-            started.append((group, group.start_all("start_profile", calls)))
+            pending_calls.append((group, group.start_all("start_profile", calls)))
         # All groups have started before any is awaited.
-        for group, handles in started:
+        for group, handles in pending_calls:
             group.resolve(handles)
 
     def _stop(self) -> dict[str, bytes]:
@@ -102,14 +105,16 @@ class Profiler:
         Returns:
             Their compressed recordings by title, such as `actor[0]`; a lost rank has none.
         """
-        stopped = []
+        # Worker groups, and for each handle of a call the title of the recording that it returns.
+        pending_calls = []
         for role, group in self._groups.items():
             titles = [f"{role}[{rank}]" for rank in group.ranks]
             handles = group.start_all("stop_profile", [((), {})] * len(titles))
-            stopped.append((group, dict(zip(handles, titles, strict=True))))
+            pending_calls.append((group, dict(zip(handles, titles, strict=True))))
         parts = {}
-        for group, title_of_handle in stopped:
-            # One by one, because a lost rank must not prevent the others' recordings.
+        for group, title_of_handle in pending_calls:
+            # Outcomes are taken one by one, because the error of a lost rank must not prevent the
+            # recordings of the others.
             while title_of_handle:
                 for handle, output in group.first_outcomes(list(title_of_handle)).items():
                     title = title_of_handle.pop(handle)
@@ -123,7 +128,8 @@ class Profiler:
         """Write the profile of the open steps.
 
         Args:
-            parts: compressed recordings of the workers by title. That of this process is added.
+            parts: compressed recordings of the workers by title. The recording of this process is
+                added.
         """
         first = self._open[0]
         last = self._open[-1]

@@ -48,20 +48,21 @@ class PromptStream:
         self.num_taken = 0
         # The current pass; None if the next one has not begun.
         self._batches: Iterator[dict[str, Any]] | None = None
-        # A user's loader need not have the method.
+        # A user's loader need not have the method `lets_read_ahead`.
         self._reads_ahead = hasattr(loader, "lets_read_ahead") and loader.lets_read_ahead()
         # The batch that is read in advance, and the loader's state after it.
         self._next: Future[tuple[dict[str, Any], dict[str, Any]]] | None = None
         # The loader's state after the last batch taken; None if it is the loader's current state.
         self._state_after_taken: dict[str, Any] | None = None
-        if is_saved and self.cannot_resume:
+        if is_saved and self.resume_obstacle:
             logger.warning(
-                "data.sampler: no run can resume from the checkpoints: got %s.", self.cannot_resume
+                "data.sampler: no run can resume from the checkpoints: got %s.",
+                self.resume_obstacle,
             )
 
     @property
-    def cannot_resume(self) -> str:
-        """Why a resumed run would get other rows than an uninterrupted one; "" if it would not."""
+    def resume_obstacle(self) -> str:
+        """What would give a resumed run other rows than an uninterrupted one; "" if nothing would."""
         sampler = getattr(self.loader, "sampler", None)
         has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         if hasattr(sampler, "update") and not has_state:
@@ -91,11 +92,11 @@ class PromptStream:
             DataError: two passes in a row are empty.
         """
         if self._reads_ahead:
-            current = self._next or in_background(self._read_ahead, "reading prompts")
+            reading = self._next or in_background(self._read_ahead, "reading prompts")
             # If reading fails, the next call must not get the same error again.
             self._next = None
             with waiting(_BATCH):
-                batch, self._state_after_taken = current.result()
+                batch, self._state_after_taken = reading.result()
             self._next = in_background(self._read_ahead, "reading prompts")
         else:
             batch = self._read()
@@ -108,8 +109,8 @@ class PromptStream:
 
     def _read(self) -> dict[str, Any]:
         """Read the next batch from the loader, from the next pass if the current one is over."""
-        # The current pass may have ended. The next one may be empty if the loader was resumed at
-        # the very end of an epoch. The one after that must have a batch.
+        # The current pass may have ended. The pass after it may be empty if the loader was resumed at
+        # the very end of an epoch. The third pass must have a batch.
         for _ in range(3):
             if self._batches is None:
                 self._batches = watched(self.loader, _BATCH)
@@ -140,11 +141,11 @@ class PromptStream:
             CheckpointError: `state` has other entries than `state_dict` returns, or the sampler
                 cannot be resumed.
         """
-        if self.cannot_resume:
+        if self.resume_obstacle:
             raise CheckpointError(
                 "data.sampler",
-                got=self.cannot_resume,
-                expected="both: a resumed run would take other rows",
+                got=self.resume_obstacle,
+                expected="both methods: without them a resumed run takes other rows",
                 fix="Add the two methods to the sampler, or start anew with "
                 "trainer.resume_mode=disable.",
             )

@@ -19,15 +19,15 @@ class Quarantine:
     """The steps that a run skips.
 
     Attributes:
-        num_rows: the steps that are skipped when the run comes to them; for each, the number of rows
-            of data that it takes, at least.
+        num_rows: for each step to skip, the least number of rows that it takes from the data. A
+            step that has been skipped stays here.
     """
 
     def __init__(self, settings: TrainerConfig) -> None:
         self._directory = settings.directory
         self._limit = settings.max_skipped_steps
         self.num_rows: dict[int, int] = {}
-        # Only with `auto` does the run continue the one whose files are there.
+        # With any other mode the files belong to another run, which this one does not continue.
         if settings.resume_mode == "auto":
             for step, path in quarantined_files(self._directory).items():
                 self.num_rows[step] = path.read_bytes().count(b"\n")
@@ -52,7 +52,7 @@ class Quarantine:
         """Write the rows of a skipped step, completely or not at all.
 
         Raises:
-            DataError: they cannot be written.
+            DataError: the file cannot be written.
         """
         path = self._directory / "quarantine" / f"step_{step}.jsonl"
         write_rows(path, ({"step": step, **row} for row in rows), where="trainer.default_local_dir")

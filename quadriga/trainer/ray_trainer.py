@@ -149,6 +149,7 @@ class RayPPOTrainer(TrainingLoop):
             self.warned.add("scores")
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
+        # With one rank, `order_for_ranks` leaves the rows in their order.
         self.num_ranks = 1
         self.cost = SequenceCost()
         if config.trainer.balance_batch:
@@ -170,7 +171,8 @@ class RayPPOTrainer(TrainingLoop):
                 self.weights, self.actor, self.prompts, reward, config, total_training_steps
             )
             self.weights = self.asynchronous
-            # Before the position in the data: saving its state may take more prompts.
+            # Saved before the position in the data, because saving the state of generation may take
+            # more prompts.
             self.resumable = {"asynchronous": self.asynchronous, **self.resumable}
 
     def steps(self) -> Iterator[TrainingStep]:
@@ -186,8 +188,8 @@ class RayPPOTrainer(TrainingLoop):
                 self.tracking.log(self.validate(), self.global_steps)
             if trainer.val_only:
                 return
-            # Frequent validations are part of the pace of the steps. A single one at the end takes
-            # as long as the one before the first step.
+            # For the predicted time: a single validation, after the last step, takes as long as the
+            # validation before the first one. Frequent validations are part of the steps' pace.
             self.progress.begin(is_repeated=trainer.test_freq >= self.total_training_steps)
             while not self.is_last_step:
                 batch = None
@@ -253,7 +255,7 @@ class RayPPOTrainer(TrainingLoop):
             self.global_steps,
             self.global_steps - self.progress.initial,
         )
-        return parts[0] if len(parts) == 1 else joined(parts)
+        return parts[0] if len(parts) == 1 else _join_mini_batches(parts)
 
     def learn(self, batch: DataProto) -> DataProto:
         """Compute rewards and advantages of the responses, and update the critic and the actor.
@@ -288,18 +290,18 @@ class RayPPOTrainer(TrainingLoop):
         self.compute_advantages(batch)
 
         # The critic is updated in every step, the actor only after the critic's warm-up.
-        learned, rows = self.draw_rows(batch)
+        learned, places = self.draw_rows(batch)
         if self.critic:
             with self.timer.phase("update_critic"):
                 self.record(self.critic.update_critic(self.inputs.select(learned, "critic")))
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.timer.phase("update_actor"):
                 inputs = self.inputs.select(learned, "actor")
-                # A pass for old log-probs has already computed what is recorded.
+                # The record has the log-probs of the pass for old log-probs, or else of the update.
                 with_log_probs = self.recorder.is_on and not self.needs.old_log_probs
                 outputs = self.actor.update_actor(inputs, with_log_probs)
                 self.record(outputs)
-                add_update_outputs(batch, outputs, rows)
+                add_update_outputs(batch, outputs, places)
         return batch
 
     def publish_weights(self) -> None:
@@ -373,7 +375,7 @@ class RayPPOTrainer(TrainingLoop):
         """Predict the number of steps of a run with dynamic sampling, which ends with the prompts."""
         share_taken = self.prompts.share_taken
         if share_taken:
-            # Assumes that later steps take as many batches as those so far.
+            # Assumes that later steps take as many batches of prompts as the steps so far.
             num_steps = min(self.total_training_steps, self.global_steps / share_taken)
             batch.meta_info["total_training_steps"] = num_steps
             self.progress.total = round(num_steps)
@@ -400,12 +402,13 @@ class RayPPOTrainer(TrainingLoop):
         with self.timer.phase("prepare"), ExitStack() as stack:
             self.record(batch)
             rewards = None
-            # Dynamic sampling has graded the responses to choose groups.
+            # With dynamic sampling, the responses have been graded already, to choose groups.
             if "token_level_scores" not in batch.batch.keys():
                 with self.timer.phase("reward"):
                     rewards = BatchRewards(self.reward, batch)
                 # If a pass fails, nobody waits for the graders.
                 stack.callback(rewards.cancel)
+            # The block starts its passes.
             yield begin
             if rewards is not None:
                 with self.timer.phase("reward"):
@@ -424,7 +427,8 @@ class RayPPOTrainer(TrainingLoop):
         mean_entropy = (entropy * mask).sum() / mask.sum().clamp(min=1)
         self.note({"actor/entropy": float(mean_entropy)})
         if self.asynchronous is not None:
-            # Only tokens drawn from the current weights can be compared with them.
+            # Only tokens drawn from the current weights can be compared with them. If updates have
+            # changed the weights since they were published (`is_current` is False), none can.
             mask = mask * (batch.batch["token_staleness"] == 0) * self.asynchronous.is_current
         if mask.any():
             mismatch = log_prob_mismatch(
@@ -457,7 +461,7 @@ class RayPPOTrainer(TrainingLoop):
         """Off-policy correction: add `rollout_is_weights`, and mask rejected tokens, both [B, T].
 
         Returns:
-            Its metrics, which are also those of the batch.
+            The metrics of the correction, which are also added to `batch_metrics`.
         """
         correction = self.config.algorithm.rollout_correction
         if not correction.needs_old_log_probs:
@@ -573,7 +577,7 @@ class RayPPOTrainer(TrainingLoop):
         loader = self.train_dataloader
         if not hasattr(loader.sampler, "update") and not hasattr(loader.dataset, "on_batch_end"):
             return
-        # A column for each value of the graders; a row without it has None.
+        # A column for each name that graders have returned; None in rows without a value.
         columns = dict(batch.non_tensor_batch)
         extras = columns.get("reward_extra", ())
         grader_names = set().union(*extras)
@@ -618,11 +622,11 @@ class RayPPOTrainer(TrainingLoop):
         return list(rows_by_uid.values())
 
     def record(self, result: DataProto) -> None:
-        """Move the metrics that a worker group returned to those of the batch."""
+        """Move metrics from the output of a worker group to `batch_metrics`."""
         self.batch_metrics |= result.meta_info.pop("metrics", {})
 
     def note(self, numbers: Mapping[str, float]) -> None:
-        """Add metrics to those of the batch; a step reports means over its mini-batches."""
+        """Add numbers to `batch_metrics`; a step reports their means over its mini-batches."""
         for name, value in numbers.items():
             self.batch_metrics[name] = Metric(value)
 
@@ -638,13 +642,14 @@ class RayPPOTrainer(TrainingLoop):
             self.validator.reward.close()
 
 
-def joined(parts: Sequence[DataProto]) -> DataProto:
+def _join_mini_batches(parts: Sequence[DataProto]) -> DataProto:
     """Concatenate the mini-batches of a step; `row_index` numbers the rows consecutively."""
     num_before = 0
     for part in parts:
         part.batch["row_index"] = part.batch["row_index"] + num_before
         num_before += len(part)
-        # The column numbers the rollouts of one mini-batch, and nothing reads it after the update.
+        # `rollout_index` counts the rollouts of one mini-batch, and nothing reads it after the
+        # update.
         part.batch.pop("rollout_index", None)
     return DataProto.concat(parts)
 

@@ -57,8 +57,8 @@ def record_table(batch: DataProto, config: DataConfig, *, not_computed: str = ""
     Args:
         batch: graded responses, with everything that was computed for them.
         config: names of the columns with the data source, images and videos.
-        not_computed: why rows without log-probs of the trainer have none. "": the update skipped
-            them, because their advantages are 0.
+        not_computed: the reason to record in rows without log-probs of the trainer. "": the update
+            skipped these rows, because their advantages are 0.
 
     Returns:
         B rows with the columns of `SCHEMA`.
@@ -151,12 +151,13 @@ class _ConvertedBatch:
         rollout_ids = self._texts(ROLLOUT_ID)
         if rollout_ids is None:
             rollout_ids = name_rollouts(uids)
-        # A row without a score is null. Its scores in the batch are 0.
+        # The score of a row without one is null in the record; in the batch it is 0.
         has_score = scored_rows(self.batch)[self.order].numpy()
         scores = pa.array(self._in_order("token_level_scores").sum(1), mask=~has_score)
         columns = {
             "rollout_id": rollout_ids,
             "uid": uids,
+            # The number of each row in the order of the data, and its place in the batch.
             "row_index": np.arange(len(uids)),
             "position": self.order.numpy(),
             "agent": self._texts("agent"),
@@ -167,7 +168,7 @@ class _ConvertedBatch:
         }
         if TIMES in self.tensors.keys():
             times = self._in_order(TIMES).T
-            # The last one, the time of grading, is a column of its own.
+            # `TIMES` lacks the last one, the time of grading, which the batch has in `GRADED_AT`.
             for name, values in zip(TIME_COLUMNS[:-1], times, strict=True):
                 columns[name] = _null_if_nan(values)
         if GRADED_AT in self.tensors.keys():
@@ -222,7 +223,7 @@ class _ConvertedBatch:
         if "is_computed" not in self.tensors.keys():
             return {"not_computed": [not_computed or None] * len(self.order)}
 
-        # The update has computed only some of the rows.
+        # The update has computed the log-probs of some rows only.
         is_computed = self._in_order("is_computed").astype(bool)
         log_probs = self._in_order("update_log_probs")
         entropies = self._in_order("update_entropys")
@@ -286,7 +287,7 @@ def _null_if_nan(values: np.ndarray) -> pa.Array:
 
 
 def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
-    """Concatenate the rows of several batches, and number them consecutively."""
+    """Concatenate the rows of several batches; their numbers and places count over all rows."""
     table = pa.concat_tables(tables)
     numbers = pa.array(np.arange(len(table)), pa.int32())
     for name in ("row_index", "position"):

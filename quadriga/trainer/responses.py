@@ -82,7 +82,8 @@ def generate_responses(
     with Tally.opened(len(rows)) as tally:
         num_before = tally.num_ended
         responses = rollout.generate_sequences(rollout_inputs(rows, config))
-        # Engines in other processes do not count here, so the number is set at the end.
+        # Engines in other processes do not count the responses that have ended, so the number is set
+        # here.
         tally.num_ended = num_before + len(rows)
     return with_prompt_columns(rows, responses)
 
@@ -101,7 +102,8 @@ def with_prompt_columns(rows: DataProto, responses: DataProto) -> DataProto:
     columns = drop_prompt_only(rows)
     if ROLLOUT_ID in responses.non_tensor_batch:
         columns = columns.select_idxs(rollout_numbers(responses))
-    # The responses' own column has more images than the prompt's if a conversation has added some.
+    # A conversation may have added images. So a column that responses have replaces that of the
+    # prompts.
     for name in set(MODEL_OBJECTS) & responses.non_tensor_batch.keys():
         columns.non_tensor_batch.pop(name, None)
     return columns.union(responses)
@@ -126,8 +128,8 @@ def rollout_inputs(rows: DataProto, config: Config) -> DataProto:
 def repeat_prompts(prompts: DataProto, count: int) -> DataProto:
     """Repeat each row `count` times, once for each rollout.
 
-    Adds `sample_index`, the number of a copy among those of its row, which makes its sampling
-    independent of the rank that generates it; and `rollout_id`, the name of the rollout.
+    Adds `sample_index`, which numbers the copies of a row; the seed of a response depends on it, and
+    not on the rank that generates the response. Adds `rollout_id`, the name of the rollout.
     """
     rows = prompts.repeat(count)
     indices = np.tile(np.arange(count), len(prompts)).astype(object)
@@ -175,8 +177,9 @@ def sample_rows(
     Returns:
         A row for each response with `uid`, data source, texts, ground truth and score, and
         `rollout_id` and `agent` if a rollout has several rows. Further entries are: `row`, with the
-        user's other columns; those of `extra_info` under reserved names, as `data/NAME` if the name
-        is taken; and those that graders have added, as `reward/NAME` if the name is taken.
+        user's other columns; entries of `extra_info` whose names are in `RESERVED`; and entries that
+        graders have added. If the row already has an entry of the name, that of `extra_info` is
+        called `data/NAME`, and that of a grader `reward/NAME`.
     """
     tensors = batch.batch
     columns = batch.non_tensor_batch
@@ -231,7 +234,7 @@ def user_columns(columns: Mapping[str, np.ndarray], row: int, config: DataConfig
         if columns[name][row] is not None:
             values[name] = columns[name][row]
     if isinstance(values.get("extra_info"), Mapping):
-        # Runs from Python have all columns once more in `ROW`, for reward functions.
+        # For reward functions of Python, `extra_info` may hold all columns once more in `ROW`.
         hidden_names = RESERVED | {ROW}
         values["extra_info"] = {
             name: value for name, value in values["extra_info"].items() if name not in hidden_names
@@ -243,7 +246,7 @@ def user_columns(columns: Mapping[str, np.ndarray], row: int, config: DataConfig
 
 
 def _add_entries(facts: dict[str, Any], entries: Mapping[str, Any], prefix: str) -> None:
-    """Add entries to a row; those whose name the row already has get a prefix."""
+    """Add entries to a row. If the row already has the name, the entry is `PREFIX/NAME`."""
     names = set(facts)
     for name, value in entries.items():
         facts[f"{prefix}/{name}" if name in names else name] = value
@@ -258,7 +261,7 @@ def write_samples(directory: str | Path, step: int, rows: Iterable[Mapping[str, 
         rows: values that JSON can hold, or that `jsonable` can convert.
 
     Raises:
-        DataError: they cannot be written.
+        DataError: the file cannot be written.
     """
     path = Path(directory).expanduser() / f"{step}.jsonl"
     numbered_rows = ({**row, "step": step} for row in rows)
@@ -275,7 +278,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, where: str) -> 
         where: the key that names the folder, for the error.
 
     Raises:
-        DataError: they cannot be written.
+        DataError: the file cannot be written.
     """
     lines = [json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     with written_aside(path, where=where) as draft:
@@ -289,8 +292,8 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, where: str) -> 
 class BatchRewards:
     """Computes the rewards of a batch. Grading starts at construction.
 
-    A rollout with several rows is graded once, except for rows that were graded early on their own:
-    all other rows have the grade of the first of them.
+    Rows that the rollout has already graded keep their own grades (early grading). Of the other rows
+    of a rollout, the first one is graded, and all take its grade.
 
     Args:
         reward: grades the responses.
@@ -349,7 +352,8 @@ class BatchRewards:
 def _find_graded_rows(batch: DataProto, outcomes: np.ndarray | None) -> np.ndarray:
     """Find the row whose grade each row takes.
 
-    It is the row itself if it was graded early, else the first row of its rollout that was not.
+    A row that was graded early keeps its own grade. Every other row takes the grade of the first row
+    of its rollout that was not graded early.
 
     Args:
         batch: the responses.
@@ -399,11 +403,11 @@ def grade(reward: RewardManager, batch: DataProto) -> RewardOutput:
 class ModelReward(RewardManager):
     """A reward model in addition to graders: the score of a response is the sum of both.
 
-    The score of a response that graders do not grade is that of the model.
+    A response that the graders do not grade has the score of the model alone.
 
-    Adds these metrics to those of the graders: mean, max and min of the two summands,
+    Its metrics are those of the graders, and in addition: mean, max and min of the two summands,
     `reward/rm_score` and `reward/rule_score`; `reward/rm_cut`, the number of inputs that were too
-    long for the reward model; `timing_s/rm`, the seconds of its slowest rank.
+    long for the reward model; `timing_s/rm`, the seconds of the model's slowest rank.
     """
 
     def __init__(self, model: RewardModelWorker, graders: RewardManager) -> None:
@@ -433,7 +437,7 @@ class ModelReward(RewardManager):
             # A future: the model computes while the graders work.
             scores: Any = self.model.compute_rm_score(model_inputs(data, objects))
         except BaseException:
-            # Nobody will wait for the graders.
+            # Nobody will wait for the graders, so they are stopped.
             grading.cancel()
             raise
 

@@ -46,10 +46,13 @@ class Needs:
     critic: bool  # the estimator reads `values`
     greedy_baseline: bool  # the estimator reads `reward_baselines`
     reference: bool  # a KL term is configured, or the estimator reads `ref_log_prob`
-    # Old log-probs may differ from those of the update, or something reads them before it.
+    # Log-probs before the update may differ from those that the update computes, or something reads
+    # them before the update.
     old_log_probs: bool
-    sum_pi_squared: bool  # the estimator reads it; the pass for old log-probs computes it
-    larger_groups: bool  # the estimator compares the responses to a prompt, but there is only one
+    # The estimator reads `sum_pi_squared`, which the pass for old log-probs computes.
+    sum_pi_squared: bool
+    # No pass, but advice: the estimator compares the responses to a prompt, and there is only one.
+    larger_groups: bool
 
     @classmethod
     def of(cls, config: Config) -> "Needs":
@@ -100,7 +103,7 @@ def configured_estimator(config: Config) -> Algorithm:
             value of an option.
     """
     algorithm = config.algorithm
-    # Any key of the section may be an option of the estimator.
+    # An option without a default takes the value of the section's key of the same name.
     shared = {**dict(algorithm), "config": algorithm}
     estimator = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared)
     check_fields(estimator, FIELDS, "algorithm.adv_estimator")
@@ -117,7 +120,7 @@ def _try_estimator(estimator: Algorithm) -> None:
         ConfigError: the estimator refuses them.
     """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    # Options may name any reward.
+    # Options may name any value that graders return beside the score.
     rewards = defaultdict(float)
     fields = {
         "uid": np.array(["prompt", "prompt"], dtype=object),

@@ -33,11 +33,12 @@ from quadriga.workers.base import MODEL_OBJECTS
 
 _NAME = re.compile(r"(\d+)_(\d+)(_greedy)?\.answers")
 _ROLLOUT = "actor_rollout_ref.rollout"
+# Keys of the rollout that must be the same as when the file was written.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop")
 # Keys of `meta_info` in a file.
-_OBJECTS = "answer_objects"
-_FACTS = "facts"
-_PROMPTS = "prompts"
+_OBJECTS = "answer_objects"  # names of the object columns that the rollout has made
+_FACTS = "facts"  # configuration with which the responses were generated
+_PROMPTS = "prompts"  # digest of the prompts
 
 
 class RolloutCache:
@@ -67,8 +68,8 @@ class RolloutCache:
             nor as metrics, and the metric `rollout/replayed` is 1.
 
         Raises:
-            DataError: the file's responses were generated otherwise, or it cannot be read or
-                written.
+            DataError: the responses in the file were generated with other settings or to other
+                prompts, or the file cannot be read or written.
         """
         path = self._path_of(prompts)
         rollout = self.config.actor_rollout_ref.rollout
@@ -114,7 +115,8 @@ class RolloutCache:
         """Read the responses of a file, and make the rows that the rollout would have returned.
 
         Raises:
-            DataError: they were generated otherwise, or the file cannot be read.
+            DataError: the responses were generated with other settings or to other prompts, or the
+                file cannot be read.
         """
         cached = self._read(path)
         cached_facts = cached.meta_info[_FACTS]
@@ -130,12 +132,12 @@ class RolloutCache:
                 f"responses to those of step {prompts.meta_info['global_steps']}",
             )
 
-        # The columns of this step's prompts, in a row for each row of the responses.
+        # Each row of the responses gets the columns of its prompt in this step.
         rows = drop_prompt_only(repeat_prompts(prompts, num_samples))
         rows = rows.select_idxs(rollout_numbers(cached))
         names = cached.meta_info[_OBJECTS]
         if self.is_repeated:
-            # The file's prompts replace those of the step.
+            # Every step repeats the file's prompts, so their columns replace those of the step.
             names = list(cached.non_tensor_batch)
         for name in names:
             # Rows keep the ids that this step has given them.
@@ -152,7 +154,7 @@ class RolloutCache:
         """Load a file of this cache.
 
         Raises:
-            DataError: it cannot be read, or is no such file.
+            DataError: the file cannot be read, or was not written by a rollout cache.
         """
         expected = "responses that a run has written"
         try:
@@ -170,10 +172,11 @@ class RolloutCache:
         prompt_columns = drop_prompt_only(prompts)
         names_of_prompts = prompt_columns.batch.keys()
         cached = rows.select([name for name in rows.batch.keys() if name not in names_of_prompts])
-        # Responses from a file are graded again.
+        # Rewards are not stored: responses from a file are graded again.
         cached.non_tensor_batch.pop("reward_outcome", None)
 
-        # Columns that the rollout has made. Conversations may also add images to the model's inputs.
+        # Object columns that the rollout has made, or may have changed: conversations may add images
+        # to the inputs of the model.
         response_objects = []
         for name in cached.non_tensor_batch:
             if name in MODEL_OBJECTS or name not in prompt_columns.non_tensor_batch:

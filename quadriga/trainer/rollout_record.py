@@ -32,9 +32,10 @@ from quadriga.trainer.record_rows import ROUTES, join_tables, record_table
 
 logger = logging.getLogger(__name__)
 
+# Reasons in the record why the trainer has no log-probs of a row.
 _NOT_SAMPLED = "algorithm.use_pf_ppo did not draw the row"
 _NOT_UPDATED = "the actor was not updated (trainer.critic_warmup)"
-_VALIDATION = "validation"
+_ONLY_VALIDATED = "validation"
 
 
 class RolloutRecorder:
@@ -48,7 +49,8 @@ class RolloutRecorder:
 
     Attributes:
         is_on: whether rollouts are recorded; False before `begin`, and after an error.
-        take_call_times: returns the workers' calls since it was last called.
+        take_call_times: returns the times of the workers' calls since it was last called. Until the
+            run is built it returns none.
     """
 
     take_call_times: Callable[[], Sequence[CallTime]] = staticmethod(tuple)
@@ -103,7 +105,7 @@ class RolloutRecorder:
         """
         if not self.is_on:
             return
-        # First, because the step ends at this moment.
+        # Computed before the rows, because the step ends at this moment.
         calls = step_calls(
             self.take_call_times(), facts["metrics"].get("timing_s/step", 0.0), end_s=time.time()
         )
@@ -125,7 +127,7 @@ class RolloutRecorder:
         """Add graded responses to a batch of validation prompts; `end_validation` writes them."""
         if not self.is_on:
             return
-        table = record_table(batch, self._config.data, not_computed=_VALIDATION)
+        table = record_table(batch, self._config.data, not_computed=_ONLY_VALIDATED)
         self._validation_tables.append(table)
 
     def end_validation(self, step: int) -> None:
@@ -164,7 +166,8 @@ class RolloutRecorder:
         is_too_large = self._num_bytes > self._max_bytes
         if not is_too_large and self._max_steps == inf:
             return
-        # A replay starts at a checkpoint and needs all steps after it.
+        # A replay starts at a checkpoint and needs all steps after it. Without a checkpoint no step
+        # is needed.
         first_needed_step = min(self._checkpoints.steps(), default=inf) + 1
         self._num_bytes = self._folder.thin(
             self._max_bytes, self._max_steps, first_needed_step=first_needed_step
@@ -173,7 +176,8 @@ class RolloutRecorder:
             self._is_over_limit = True
             logger.warning(
                 "trainer.rollout_record_gib=%g: the record of rollouts takes %.2f GiB, for its "
-                "steps since the oldest checkpoint are needed to replay them.",
+                "steps since the oldest checkpoint are needed to replay them. Raise the limit, or "
+                "keep fewer checkpoints with trainer.max_ckpt_to_keep.",
                 self._max_bytes / 2**30,
                 self._num_bytes / 2**30,
             )
@@ -195,14 +199,15 @@ def add_update_outputs(batch: DataProto, outputs: DataProto, rows: torch.Tensor 
 
     Args:
         batch: all rows of the step.
-        outputs: result of `update_actor`.
+        outputs: what `update_actor` has returned for the rows that were learned from.
         rows: [B'], places in the batch of the rows that were learned from; None: all.
     """
     if outputs.batch is None:
         return
     for name, values in outputs.batch.items():
         if rows is not None:
-            # A row that was drawn several times has the same values each time.
+            # Move the values to the rows' places in the batch; other rows get 0. A row that was drawn
+            # several times has the same values each time.
             scattered = values.new_zeros(len(batch), *values.shape[1:])
             scattered[rows] = values
             values = scattered

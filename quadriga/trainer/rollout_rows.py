@@ -65,12 +65,13 @@ def with_turn_rewards(scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
         batch: rows with `turn_spans`, `turn_rewards`, and `attention_mask` [B, P + T].
 
     Returns:
-        The rewards, [B, T]: those of turns at the last token of each turn, and the rest of the
+        The rewards, [B, T]: the reward of each turn at the turn's last token, and the rest of the
         score at the last token of the row. The sum of a row is its score.
     """
     columns = batch.non_tensor_batch
     lengths = batch.batch["attention_mask"][:, -scores.shape[1] :].sum(-1).tolist()
     rewards = scores.clone()
+    # `turn_rewards` is empty in rows of which only the score counts.
     for row, rewards_of_turns in enumerate(columns["turn_rewards"]):
         for (_, end), reward in zip(columns["turn_spans"][row], rewards_of_turns, strict=False):
             # The last turn ends at the last token, which has the rest.
@@ -81,11 +82,11 @@ def with_turn_rewards(scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
 
 
 def forget_times(rows: DataProto) -> None:
-    """Set the times of responses that this run did not generate to NaN, also if they are missing.
+    """Set the times of responses that this run did not generate to NaN; add the columns if missing.
 
     Args:
-        rows: responses, which may be graded. Prompts have no times, and conversations have only
-            that of grading.
+        rows: prompts, which have no times, or responses, which may be graded. Conversations have
+            only the time of grading.
     """
     names = rows.batch.keys()
     unknown = torch.full((len(rows), 3), math.nan, dtype=torch.float64)

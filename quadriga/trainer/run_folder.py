@@ -48,7 +48,7 @@ class RunFolder:
         record: the rollout record.
 
     Raises:
-        DataError: it is not the directory of a run.
+        DataError: the path is not the directory of a run.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -105,11 +105,11 @@ class RunFolder:
 
     @cached_property
     def responses(self) -> dict[int, Callable[[], list[Sample]]]:
-        """Readers of the recorded responses: step -> function that reads that step's.
+        """Functions that read the recorded responses of a step, by step.
 
         Only one source is used, the first that has anything: text files of training, the record of
-        training, text files of validation, the record of validation, samples.jsonl. Empty if none
-        has.
+        training, text files of validation, the record of validation, samples.jsonl. The result is
+        empty if no source has anything.
         """
         last_step = self.last_step or math.inf  # 0: not known
         for name, kind in (("rollout_data_dir", STEP), ("validation_data_dir", VALIDATION)):
@@ -128,7 +128,8 @@ class RunFolder:
 
         path = self.directory / SAMPLES_FILE
         samples = {}
-        # The same option writes metrics and samples: without metrics, the file is of another run.
+        # `trainer.logger=jsonl` writes both metrics and samples. Without metrics, the file was left
+        # by another run.
         if path.is_file() and self.metrics:
             for sample in _read_samples(path):
                 samples.setdefault(int(sample["step"]), []).append(sample)
@@ -144,8 +145,8 @@ class RunFolder:
     def _folder_of_key(self, name: str) -> Path | None:
         """Folder that a key of `trainer` names; None without a value.
 
-        If that folder does not exist, because the run was moved, the folder of the same name in the
-        run's directory.
+        If that folder does not exist, the run was probably moved: then this is the folder of the same
+        name in the run's directory.
         """
         value = self.value(f"trainer.{name}")
         if not value:

@@ -61,7 +61,7 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
     is_over = threading.Event()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Tried again if the holder deletes the file at the same moment.
+        # None if the previous holder has just deleted the file: then it is created again.
         while (descriptor := _lock_and_sign(path)) is None:
             pass
     except OSError as error:
@@ -90,7 +90,7 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
         yield
     finally:
         is_over.set()
-        # A forked child that leaves the block, such as by an error, does not hold the lock.
+        # A forked child may also leave the block, for example by an error. It does not hold the lock.
         if os.getpid() == holder:
             # If the file cannot be deleted, it names a process that has ended, which does no harm.
             with suppress(OSError):
@@ -109,7 +109,8 @@ def is_held(directory: Path) -> bool:
     try:
         # A shared lock, released at once. A run that starts meanwhile tries for a while.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        # Nobody on this machine holds it, but the lock of another host may not reach here.
+        # Nobody on this machine holds the lock, but the lock of another host may not reach here. The
+        # file of such a host names another kernel.
         if _read_holder(descriptor).get("kernel") == kernel_identity():
             return False
         return _was_updated(descriptor)
@@ -165,13 +166,13 @@ def _lock_and_sign(path: Path) -> int | None:
 
 
 def _lock(descriptor: int, path: Path) -> str:
-    """Lock the open file.
+    """Lock the open file, as soon as another process releases it within `DEATH_S`.
 
     Returns:
-        Why the file system cannot lock it; "" if it is locked.
+        Why the file system cannot lock the file; "" if it is locked now.
 
     Raises:
-        CheckpointError: another process has locked it.
+        CheckpointError: another process still holds the lock after `DEATH_S`.
     """
     deadline = time.monotonic() + DEATH_S
     while True:
@@ -214,7 +215,7 @@ def _wait_for_silence(path: Path, holder: dict[str, str], reason: str) -> None:
         if len(update_times) > 1:
             raise _held_error(path, holder)
         time.sleep(BEAT_S / 10)
-    print(f"{path}: none; its run is over.", flush=True)
+    print(f"{path}: no sign of life; its run is over.", flush=True)
 
 
 def _held_error(path: Path, holder: dict[str, str]) -> CheckpointError:

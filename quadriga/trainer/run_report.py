@@ -154,7 +154,7 @@ def report(run: RunFolder, step: int | None = None) -> Iterator[str]:
 
 
 def _step_range(steps: Sequence[int]) -> str:
-    """The number of some steps, and the first and the last one."""
+    """Describe steps, in ascending order, by their number, the first and the last one."""
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
@@ -216,10 +216,12 @@ def best_and_worst(samples: Sequence[Sample], count: int) -> tuple[list[Sample],
 
 def _graded_samples(samples: Sequence[Sample]) -> list[Sample]:
     """The samples that have a score, and whose grader did not fail."""
-    return [sample for sample in samples if sample["score"] is not None and not _error(sample)]
+    return [
+        sample for sample in samples if sample["score"] is not None and not _grader_error(sample)
+    ]
 
 
-def _error(sample: Sample) -> str:
+def _grader_error(sample: Sample) -> str:
     """Error of the grader of a sample; "" if it did not fail."""
     return str(sample.get("reward_error") or "")
 
@@ -267,7 +269,7 @@ def _advice_on_missing_files(run: RunFolder) -> list[str]:
 
 
 def _first_and_last(curve: Curve) -> str:
-    """The first and last value of a curve, and the highest one between them."""
+    """The first and last value of a curve, and the highest value if it lies between them."""
     first_step, first = curve[0]
     last_step, last = curve[-1]
     text = f"{first:.3f} at step {first_step}"
@@ -336,7 +338,7 @@ def _sample_lines(run: RunFolder, step: int, samples: list[Sample]) -> Iterator[
     scores = [_score(sample) for sample in samples if sample["score"] is not None]
     mean = f"mean score {sum(scores) / len(scores):.3f}" if scores else "without scores"
     yield f"\n{kind} of step {step}: {len(samples)}, {mean}"
-    failed = [sample for sample in samples if _error(sample)]
+    failed = [sample for sample in samples if _grader_error(sample)]
     counts = f"  grader errors: {len(failed)}"
     num_truncated = _num_truncated(run, step, samples)
     if num_truncated is not None:
@@ -374,14 +376,14 @@ def _num_tool_calls(run: RunFolder, step: int) -> int | None:
             metrics = run.record.read(step, columns=["uid"]).facts["metrics"]
     count = metrics.get(TOOL_CALLS)
     has_tools = any(run.value(f"{_TURNS}.{name}") for name in _TOOL_FILES)
-    # Other conversations have the metric, too.
+    # Conversations without tools have the metric too, with the value 0.
     return round(count) if count is not None and (count or has_tools) else None
 
 
 def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     """A line with the score and other facts of a sample, and its texts."""
     facts = ["no score" if sample["score"] is None else f"score {_score(sample):.3f}"]
-    # The parts of the reward.
+    # What graders have returned besides the score.
     for name, value in sample.items():
         if name not in _NOT_PARTS and value not in (None, ""):
             facts.append(f"{name} {_value_text(value)}")
@@ -398,12 +400,12 @@ def _lines_of_sample(title: str, sample: Sample) -> Iterator[str]:
     # In a conversation, special tokens show where turns begin and end.
     if (num_turns or 0) > 2:
         output = sample.get("output_with_special_tokens", output)
-    texts = {"error": _error(sample)} if _error(sample) else {}
+    texts = {"error": _grader_error(sample)} if _grader_error(sample) else {}
     texts |= {"prompt": sample["input"], "response": output}
     if sample.get("ground_truth") is not None:
         texts["ground truth"] = _value_text(sample["ground_truth"])
     row = sample.get("row")
-    # A grader may have used this name for a number.
+    # A grader may have replaced the data's columns by a number called `row`.
     if isinstance(row, Mapping):
         for name, value in row.items():
             texts[f"row.{name}"] = _value_text(value)

@@ -47,8 +47,8 @@ class PendingCheckpoint:
 
     step: int
     folder: Path
-    begun: float  # monotonic second
-    begun_at: float  # seconds since 1970
+    begun: float  # second of `time.monotonic`, for durations
+    begun_at: float  # seconds since 1970, for comparison with the times of files
     completion: Future[None] | None = None  # set once the workers have written their parts
 
 
@@ -110,7 +110,7 @@ class CheckpointSaver:
                     worker.save_checkpoint(folder.absolute())
                 self.write_own_part(folder)
         except KeyboardInterrupt:
-            # `guarded` leaves the folder, which nothing would complete.
+            # `guarded` does not delete the folder then, and nothing would complete it.
             self.checkpoints.abandon(step)
             raise
         self._pending = PendingCheckpoint(step, folder, begun, begun_at)
@@ -125,7 +125,7 @@ class CheckpointSaver:
             True if no checkpoint is being written any more.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         pending = self._pending
         if pending is None:
@@ -134,8 +134,8 @@ class CheckpointSaver:
             # First the workers write their parts, then a thread completes the checkpoint.
             if pending.completion is None:
                 with self.checkpoints.guarded(pending.step):
-                    # Every group is asked, even if one has not finished: the call also lets the
-                    # ranks of a group advance together.
+                    # Whether each rank has written its part. Every group is asked, even if one has
+                    # not finished: the call also lets the ranks of a group advance together.
                     outputs = []
                     for worker in self.workers.values():
                         outputs += worker.checkpoint_written(wait=wait)
@@ -164,7 +164,7 @@ class CheckpointSaver:
         """Check that files which workers on other nodes have written are visible here.
 
         Raises:
-            CheckpointError: they are not.
+            CheckpointError: a worker's folder is not there.
         """
         for part in self.workers:
             if not (folder / part).is_dir():
@@ -179,7 +179,7 @@ class CheckpointSaver:
         """Wait until no checkpoint is being written.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         if self._pending is not None:
             awaited = f"the checkpoint of step {self._pending.step} to be written"
@@ -256,7 +256,7 @@ def load_run_state(directory: Path, step: int) -> dict[str, Any]:
     state = _parse_state(content, path)
     step_of_state = state.get("step") if isinstance(state, dict) else None
     if step_of_state != step:
-        # The manifest does not show that the folders of two checkpoints were swapped.
+        # If the folders of two checkpoints were swapped, their manifests are still right.
         raise DamagedCheckpointError(
             str(path),
             got=f"the state after step {step_of_state}",
@@ -285,7 +285,8 @@ def random_states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": [],
     }
-    # Reading the state would otherwise initialize CUDA, on a GPU that belongs to the workers.
+    # Without this check, reading the state would initialize CUDA, on a GPU that belongs to the
+    # workers.
     if torch.cuda.is_initialized():
         states["cuda"] = [torch.cuda.get_rng_state()]
     return states
@@ -305,7 +306,7 @@ def _parse_state(content: bytes, path: Path) -> dict[str, Any]:
     """Parse a file of `save_run_state` without running code from it.
 
     Raises:
-        DamagedCheckpointError: it holds anything but plain values and tensors, or is damaged.
+        DamagedCheckpointError: the file holds anything but plain values and tensors, or is damaged.
     """
     try:
         return torch.load(io.BytesIO(content), weights_only=True)

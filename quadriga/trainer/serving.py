@@ -102,7 +102,7 @@ def _exchange(
     rollout: WorkerGroup[Any], rank: int, calls: Sequence[Any], cancelled: Collection[int]
 ) -> Any:
     """Exchange calls with the engine of a rank. Arguments and result are `CallQueue.exchange`'s."""
-    # A copy, because the group itself calls all ranks.
+    # A copy of the group that calls only this rank.
     engine = copy(rollout).use_ranks([rank])
     [reply] = engine.resolve(engine.start_all("exchange_calls", [((calls, cancelled), {})]))
     return reply

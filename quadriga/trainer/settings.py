@@ -92,10 +92,14 @@ class RunSettings:
         return "".join(f"# {digest}  {name}\n" for name, digest in self.files.items())
 
     def changes(self, later: "RunSettings") -> list[str]:
-        """Describe how later settings differ from these, one line per key or file.
+        """Describe how later settings differ from these.
 
-        A key that only one of the two has was added or removed by another version of Quadriga, and
-        is not a change.
+        A key that only one of them has was added or removed by another version of Quadriga, and is
+        not a change.
+
+        Returns:
+            One line for each key, which begins with the key; and for each file whose content
+            differs, its path followed by `CONTENT`.
         """
         lines = []
         for key, value in later.values.items():
@@ -111,7 +115,7 @@ class RunSettings:
                 if before == after:
                     change = f"another version of {after}"
                 lines.append(f"{key}: {change}")
-        # Files that only one of the two names are changes of the key that names them.
+        # A file that only one of the two names is no change here: the key that names it has changed.
         for name, digest in later.files.items():
             if self.files.get(name, digest) != digest:
                 lines.append(f"{name}{CONTENT}")
@@ -162,7 +166,8 @@ def has_nothing_to_do(config: Config, settings: RunSettings, *, in_python: bool 
         in_python: whether messages name arguments of Python functions rather than keys.
 
     Returns:
-        True if no step is left; False also if that is not known before the data are loaded.
+        True if no step is left. False if steps are left, or if their number is not known before the
+        data are loaded.
 
     Raises:
         ConfigError: no step is left, and settings differ.
@@ -173,16 +178,16 @@ def has_nothing_to_do(config: Config, settings: RunSettings, *, in_python: bool 
         return False
     try:
         step = step_of(path)
-        before = settings_of(path, config.task)
-        changes = before.changes(settings) if before else []
+        old_settings = settings_of(path, config.task)
+        changes = old_settings.changes(settings) if old_settings else []
         last = trainer.total_training_steps
-        # Without a number of steps in the configuration, the earlier run's holds if neither the
+        # If the configuration has no number of steps, that of the earlier run holds if neither the
         # data nor the number of epochs has changed.
-        if not last and before:
+        if not last and old_settings:
             steps_may_differ = any(
                 change.startswith(_STEPS_FROM) or change.endswith(CONTENT) for change in changes
             )
-            last = 0 if steps_may_differ else before.last
+            last = 0 if steps_may_differ else old_settings.last
         # A supervised run may have been interrupted before it wrote its model, so it goes on.
         if last and step >= last and (config.task == "rl" or changes):
             verify(path)
@@ -225,8 +230,8 @@ def say_nothing_to_do(
     if in_python:
         length_key = "steps"
         directory_key = "name"
-    before = settings_of(checkpoint, config.task)
-    changes = before.changes(settings) if before else []
+    old_settings = settings_of(checkpoint, config.task)
+    changes = old_settings.changes(settings) if old_settings else []
     if not changes:
         where = checkpoint.parent
         print(f"nothing to do: {done} in {where}; raise {length_key} or set {directory_key}")
@@ -253,17 +258,22 @@ def keep_settings(config: Config, settings: RunSettings, done: int, last: int) -
         last: number of the last step.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     directory = config.trainer.directory
     path = directory / CONFIGURATION
     first = done + 1
-    before = RunSettings.read(path, config.task)
+    old_settings = RunSettings.read(path, config.task)
     # A run that takes no steps must not replace the settings of one that did.
     if path.exists() and (config.trainer.val_only or done >= last):
         return
     # The file is already valid for the coming steps.
-    if before and before.first < first and before.last == last and not before.changes(settings):
+    if (
+        old_settings
+        and old_settings.first < first
+        and old_settings.last == last
+        and not old_settings.changes(settings)
+    ):
         return
     text = f"{show(config)}# steps {first} to {last}\n{settings.digest_lines()}"
     try:
@@ -271,10 +281,10 @@ def keep_settings(config: Config, settings: RunSettings, done: int, last: int) -
             # The run is about to take these steps again.
             if earlier_first >= first:
                 earlier_path.unlink()
-        # The existing file stays valid for earlier steps, so it is kept under the name of its first.
-        if before and before.first < first:
-            path.rename(directory / f"config_from_step_{before.first}.yaml")
-        elif not before and path.exists():
+        # The existing file stays valid for earlier steps. It is kept, and named by the first of them.
+        if old_settings and old_settings.first < first:
+            path.rename(directory / f"config_from_step_{old_settings.first}.yaml")
+        elif not old_settings and path.exists():
             damaged_path = path.rename(directory / f"damaged_{CONFIGURATION}")
             print(
                 f"DAMAGED: {path} holds no configuration: how earlier steps were made is not "
@@ -322,7 +332,7 @@ def _checksums(config: Config) -> dict[str, str]:
     """SHA-256 of the files that a configuration names, by path."""
     tree = config.model_dump(mode="json")
     checksums = {}
-    # Every text in these sections may be a path or a pattern.
+    # Every text in these sections may be the path of a file, or a pattern of paths.
     for text in _strings_in([tree[section] for section in _WITH_FILES]):
         name = os.path.expanduser(_file_named(text))
         paths = [name]

@@ -85,6 +85,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
                     rows = DataProto.from_single_dict(columns)
                     batch = None
                     if self.skips_next_step:
+                        # The number of rows is not used: a step always takes one batch.
                         self.skip_step(lambda _, rows=rows: self.rows_to_skip(rows))
                     else:
                         self.train_step(rows)
@@ -183,6 +184,7 @@ class SFTTrainer(SupervisedTrainer):
         """Sum of the losses of the trained tokens, in nats, and their number."""
         batch = conversations_batch(rows)
         log_probs = self.learner.predict(batch).batch["old_log_probs"]
+        # Log-probs of tokens that are not trained are 0.
         loss = -float(log_probs.double().sum())
         if not torch.isfinite(torch.tensor(loss)):
             raise EngineError(
@@ -195,7 +197,7 @@ class SFTTrainer(SupervisedTrainer):
 
 
 def conversations_batch(rows: DataProto) -> DataProto:
-    """Convert conversations to the engine's format: the first token is the prompt of the others.
+    """Convert conversations to the engine's format: a prompt of one token, all others the response.
 
     Args:
         rows: `input_ids`, `attention_mask`, `position_ids` and `loss_mask` [B, L], padded on the
@@ -237,7 +239,7 @@ class RewardModelTrainer(SupervisedTrainer):
             "train/margin": float(margins.mean()),
             "train/score": float(scores.mean()),
         }
-        # The engine's loss is slope x score, whose gradient is that of the pairs' loss.
+        # The engine's loss is the sum of slope x score, whose gradient is that of the pairs' loss.
         batch.batch["score_slope"] = slopes.flatten()
         self.update(batch)
         return int(rows.batch["attention_mask"].sum())
@@ -273,7 +275,8 @@ def bradley_terry(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Losses [pairs] and slopes [pairs, 2].
     """
     margins = scores[:, 0] - scores[:, 1]
-    # The probability of the wrong order according to the model, divided by the number of pairs.
+    # The slope of a pair's loss is the probability of the wrong order according to the model. The
+    # slope of the mean loss is that divided by the number of pairs.
     wrong = torch.sigmoid(-margins) / len(margins)
     return -logsigmoid(margins), torch.stack([-wrong, wrong], dim=-1)
 

@@ -93,7 +93,8 @@ class TaskRunner:
         self._is_stopping = False
         self._written: int | None = None  # step of the newest checkpoint that this run has written
         self._restarts: list[float] = []  # monotonic seconds of the restarts within the window
-        self._losses: list[tuple[str, str]] = []  # place in the run, and what was lost
+        # For each loss, where in the run it occurred ("step 7"), and what was lost.
+        self._losses: list[tuple[str, str]] = []
         with run_lock(config.trainer.directory), ExitStack() as stack:
             self._quarantine = Quarantine(config.trainer)
             self._copies = state_copies(config)
@@ -146,7 +147,7 @@ class TaskRunner:
         place = f"step {step}" if trainer else f"the start-up after step {self._written or 0}"
         is_repeated = any(place == earlier_place for earlier_place, _ in self._losses)
 
-        # With a new checkpoint, earlier restarts do not count any more.
+        # Since the run has written a new checkpoint, earlier restarts do not count any more.
         if trainer and trainer.checkpoints.last_written not in (None, self._written):
             self._written = trainer.checkpoints.last_written
             self._restarts.clear()
@@ -161,26 +162,27 @@ class TaskRunner:
         self._restarts.append(now)
         self._lost_at = now
         self._losses.append((place, error.where))
-        skipped = ""
+        skip_notice = ""
         if trainer and is_repeated:
             self._quarantine.num_rows[step] = trainer.num_rows
-            skipped = f" Step {step} has lost workers twice, and is skipped."
+            skip_notice = f" Step {step} has lost workers twice, and is skipped."
 
         changed_settings = {}
-        state = "where it began, for it has written no checkpoint yet"
+        # What the run goes on from, for the message.
+        source = "where it began, for it has written no checkpoint yet"
         if self._written is not None:
             # Even if the user named a checkpoint: this run has written newer ones.
             changed_settings["resume_mode"] = "auto"
-            state = f"the checkpoint of step {self._written}"
+            source = f"the checkpoint of step {self._written}"
         if self._copies is not None and self._copies.steps:
-            state = (
+            source = (
                 f"the copy in memory of step {self._copies.steps}, the last that is whole, "
-                f"else {state}"
+                f"else {source}"
             )
         num_left = limit - len(self._restarts)
         print(
             f"\n{error}\nRecovery: the workers are started again, and the run goes on from "
-            f"{state}; {num_left} of {limit} restarts are left ({RESTARTS_KEY}).{skipped}"
+            f"{source}; {num_left} of {limit} restarts are left ({RESTARTS_KEY}).{skip_notice}"
         )
         settings = self.config.trainer.model_copy(update=changed_settings)
         return self.config.model_copy(update={"trainer": settings})
@@ -232,7 +234,8 @@ class TaskRunner:
             if self._copies is not None:
                 trainer.copies = self._copies
                 newest = self._copies.newest()
-                # A checkpoint is newer if the copy of its step was lost with the workers.
+                # A checkpoint may be newer than all copies: the copy of its step may have been lost
+                # with the workers.
                 if newest is not None and newest.step >= (self._written or 0):
                     trainer.newest_copy = newest
             with stop_on_sigterm(lambda: f"If it is killed before: {self._how_to_go_on(config)}"):
@@ -243,11 +246,12 @@ class TaskRunner:
                     self._is_stopping = stop_requested.is_set()
             is_cut_short = False
         except KeyboardInterrupt:
-            # First, so that the message names the checkpoint that is being written.
+            # Settled before the message, which then names the checkpoint that was being written.
             trainer.saver.settle(can_ask=not run.team.is_remote)
             print(f"\ninterrupted in step {trainer.global_steps}. {self._how_to_go_on(config)}")
             raise
         finally:
+            # Does nothing after the last step, or if the checkpoint was settled above.
             trainer.saver.settle(can_ask=not run.team.is_remote)
             run.close(is_cut_short=is_cut_short)
         if not config.trainer.val_only:
@@ -265,7 +269,7 @@ class TaskRunner:
             return self._build_run(config, timeline)
         except NoRoomError as error:
             no_room = error
-        # At the first start the user gets the error instead.
+        # Only a restart takes fewer processes: at the first start the user gets the error.
         if self._losses:
             for smaller_config in with_fewer_processes(config):
                 with suppress(NoRoomError):

@@ -80,10 +80,12 @@ class TimedSaver(CheckpointSaver):
             is_last: whether the run may end with this step. Then the time does not matter.
         """
         if is_last:
-            # No later checkpoint makes up for this one, so its failure is always reported.
+            # No later checkpoint makes up for this one. So its failure is reported even if one of the
+            # same kind was.
             self._reported.clear()
         else:
             is_early = self._clock() - self._last_start_s < self.period_s
+            # `poll` returns False while the previous checkpoint is being written.
             if is_early or not self.poll():
                 return
         kind, obstacle = self._obstacle(is_last=is_last)
@@ -172,7 +174,8 @@ class TimedSaver(CheckpointSaver):
         for path in self.checkpoints.path(pending.step).rglob("*"):
             if path.is_file() and path.name != MANIFEST:
                 written_at = max(written_at, path.stat().st_mtime)
-        # The times of files on a network disk are those of another machine, whose clock may differ.
+        # Files on a network disk have the times of another machine, whose clock may differ. So the
+        # time of writing is limited to what is possible.
         until_start_s = start_s - pending.begun
         writing_s = min(max(written_at - pending.begun_at, 0.0), until_start_s)
         work_s = writing_s + time.monotonic() - start_s

@@ -93,10 +93,10 @@ class Validator:
             num_samples = self.config.actor_rollout_ref.rollout.val_kwargs.n
             tally = Tally.opened(len(dataset) * num_samples)
         with tally:
-            rows, errors = self.grade_all(step)
+            rows, error_counts = self.grade_all(step)
         if not rows:
             return {}, []
-        metrics = means(sample_values(rows)) | errors
+        metrics = means(sample_values(rows)) | error_counts
         return metrics, first_samples(rows, self.config.trainer.log_val_generations)
 
     def grade_all(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -109,7 +109,7 @@ class Validator:
             could not be graded, if the reward manager counts them.
         """
         rows = []
-        errors = {}
+        error_counts = {}
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs
         dataset = getattr(self.dataloader, "dataset", None)
         num_prompts = 0
@@ -129,14 +129,15 @@ class Validator:
                 self.recorder.add_validation(batch)
             # Only some reward managers count the responses that they could not grade.
             if "reward/errors" in reward_metrics:
-                num_errors = errors.get("val-aux/reward/errors", 0.0)
-                errors["val-aux/reward/errors"] = num_errors + reward_metrics["reward/errors"]
+                num_before = error_counts.get("val-aux/reward/errors", 0.0)
+                num_errors = num_before + reward_metrics["reward/errors"]
+                error_counts["val-aux/reward/errors"] = num_errors
 
         if self.recorder is not None:
             self.recorder.end_validation(step)
         if rows and self.config.trainer.validation_data_dir:
             write_samples(self.config.trainer.validation_data_dir, step, rows)
-        return rows, errors
+        return rows, error_counts
 
 
 def first_samples(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
@@ -177,7 +178,7 @@ def _merge_rollouts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     merged = []
     for members in rows_of_rollout.values():
         first = dict(members[0])
-        # Numbers may be missing in the first row. A rollout of one row stays as it is.
+        # A name may be missing in the first row. A rollout of one row stays as it is.
         for name in dict.fromkeys(name for row in members[1:] for name in row):
             column = _numbers([row.get(name) for row in members])
             if column is not None and not np.isnan(column).all():
@@ -203,9 +204,9 @@ def means(values: Mapping[str, np.ndarray]) -> dict[str, float]:
 def interval(values: np.ndarray) -> tuple[float, float]:
     """The 95 % confidence interval of the mean of values [prompts], as a sample of many prompts.
 
-    If all values are in [0, 1], it is Wilson's interval for an effective number of prompts: as many
-    values of 0 or 1 would give the same variance of the mean. Otherwise it is the mean plus and
-    minus 1.96 standard errors.
+    If all values are in [0, 1], it is Wilson's interval for an effective number of prompts: the
+    number of values of 0 or 1 whose mean would have the same variance. Otherwise it is the mean plus
+    and minus 1.96 standard errors.
     """
     mean = float(values.mean())
     num_prompts = len(values)
@@ -217,9 +218,11 @@ def interval(values: np.ndarray) -> tuple[float, float]:
         half = 1.96 * math.sqrt(variance_of_mean) if num_prompts > 1 else math.inf
         return mean - half, mean + half
 
-    # The mean of n values of 0 or 1 has the variance mean * (1 - mean) / n, which gives n.
+    # The effective number of prompts, n: the mean of n values of 0 or 1 has the variance
+    # mean * (1 - mean) / n.
     bernoulli_variance = mean * (1 - mean)
     n = num_prompts
+    # Without a variance, such as that of a single prompt, the number of prompts is taken.
     if bernoulli_variance and variance_of_mean:
         n = bernoulli_variance / variance_of_mean
     # Wilson's interval: (mean + z²/2n ± z sqrt(mean (1 - mean) / n + z²/4n²)) / (1 + z²/n).
@@ -294,8 +297,8 @@ def _variable_values(
     """Metrics of one variable of one data source.
 
     Args:
-        column: the variable's number of each response of the data.
-        rows: the responses of the data source that have a number.
+        column: the variable's value for each response of all data sources; NaN if it has none.
+        rows: row numbers of the data source's responses that have a value.
         uids, predictions: as for `validation_values`.
 
     Returns:
@@ -339,8 +342,9 @@ def score_values(scores: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
             n = block.shape[1]
             if n < k:
                 continue
-            # [n]: the chance that the score with j smaller ones is the largest of k drawn without
-            # replacement: the other k - 1 are among those j. For the smallest, the order is reversed.
+            # [n]: the chance that the score at place j, which has j smaller ones, is the largest of k
+            # drawn without replacement: the other k - 1 are drawn from these j. The smallest of k is
+            # the same in reversed order.
             chances = np.array([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)])
             moments["best"].append(_moments(block, chances))
             moments["worst"].append(_moments(block[:, ::-1], chances))
@@ -363,17 +367,17 @@ def majority_values(
     """
     num_most = max(map(len, scores))
     moments = defaultdict(list)
-    for prompt, answers in zip(scores, predictions, strict=True):
+    for scores_of_prompt, answers in zip(scores, predictions, strict=True):
         # Number the distinct answers, and compute the count and the mean score of each.
         numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
         answer_numbers = np.array([numbers[answer] for answer in answers])
         counts = np.bincount(answer_numbers)
-        mean_scores = np.bincount(answer_numbers, weights=prompt) / counts
+        mean_scores = np.bincount(answer_numbers, weights=scores_of_prompt) / counts
         # In ascending order, prompts with the same counts share an entry of the cache.
         order = np.argsort(counts, kind="stable")
         chances = majority_chances(tuple(counts[order].tolist()))
         for k in _draw_sizes(num_most):
-            if k <= len(prompt):
+            if k <= len(scores_of_prompt):
                 moments[k].append(_moments(mean_scores[order][None], chances[k]))
     metrics = {}
     for k, moments_of_prompts in moments.items():
@@ -406,7 +410,8 @@ def majority_chances(counts: tuple[int, ...]) -> np.ndarray:
         other_counts.remove(count)
         for v in range(1, count + 1):
             ways = _count_draws_of_others(other_counts, v, n)
-            # [n + 1], by s: the wins of this answer, each divided among those that tie.
+            # [n + 1], by s: the number of draws that this answer wins; a draw with t ties counts as
+            # 1 / (1 + t).
             num_winners = np.arange(1, len(ways) + 1)
             shares = (ways / num_winners[:, None]).sum(0)
             # The draw has k = v + s responses.

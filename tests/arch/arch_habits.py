@@ -20,7 +20,7 @@ CATCHES_ANYTHING: dict[str, str] = {
     "quadriga/rewards/graders/math.py:compute_score": "a response is never the grader's failure; told as ungradable",
     "quadriga/observe/tracking/__init__.py:Tracking._call_each": "all trackers are called, then one error is raised",
     "quadriga/observe/watchdog.py:_WaitingBlock.report": "a description that fails is part of the report",
-    "quadriga/trainer/asynchronous/batches.py:AsyncBatches._deciding": "the trainer's thread raises it",
+    "quadriga/trainer/asynchronous/batches.py:AsyncBatches._handling_event": "the trainer's thread raises it",
     "quadriga/serve/engines.py:Engines._run": "raised where the calls are awaited, each answered with it",
     "quadriga/rollout/call_queue.py:CallQueue._answer": "the call is generated again, alone, which raises",
     "quadriga/trainer/asynchronous/streams.py:RemoteStream._listen": "the trainer's thread raises it, or goes on",

@@ -12,7 +12,14 @@ from quadriga.trainer.asynchronous.schedule import Rules
 from quadriga.trainer.asynchronous.simulation import advice
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from async_simulation import Costs, Simulation, SimulationResult, Workload, colocated, recorded
+from async_simulation import (
+    Costs,
+    Simulation,
+    SimulationResult,
+    Workload,
+    colocated,
+    fit_recorded_run,
+)
 
 STEPS = 20
 # A step generates 100 tokens in 10 s and learns from them in 10 s.
@@ -115,7 +122,7 @@ def test_a_recorded_run_gives_lengths_and_costs() -> None:
                 "train_s": 1.5 + 0.01 * int(lengths.sum()),
             }
         )
-    workload, costs = recorded(lines, 15, Costs(), 1, 1)
+    workload, costs = fit_recorded_run(lines, 15, Costs(), 1, 1)
     assert (
         workload.lengths.shape == (15, 4, 2) and workload.lengths[7].tolist() == lines[1]["lengths"]
     )

@@ -128,8 +128,8 @@ class AsyncBatches(WeightPublisher):
         self.rules = Rules.of(config, num_steps)
         sampler = getattr(prompts.loader, "sampler", None)
         dataset = getattr(prompts.loader, "dataset", None)
-        learns = hasattr(sampler, "update") or hasattr(dataset, "on_batch_end")
-        if self.rules.max_staleness and learns:
+        learns_from_batches = hasattr(sampler, "update") or hasattr(dataset, "on_batch_end")
+        if self.rules.max_staleness and learns_from_batches:
             raise ConfigError(
                 "async_training.enable",
                 got="a sampler or a data set that learns from batches",
@@ -158,10 +158,11 @@ class AsyncBatches(WeightPublisher):
         """Publish weights for validation, and a copy for the rollout if a new version is due.
 
         Args:
-            step: step after which the actor has these weights, which is their version in
-                validation. Before the first step it is 0, or the step of the checkpoint.
+            step: number of the step after which the actor has these weights. Before the first
+                step it is 0, or the step of the checkpoint. Validation uses it as their version.
         """
         self._validation.publish(step)
+        # Before the first batch there are no workers yet: `_begin` loads the weights on them.
         if self.schedule is None or not self.rules.publishes(step):
             return
         # Without the lock, so that groups can end and start meanwhile.
@@ -170,9 +171,9 @@ class AsyncBatches(WeightPublisher):
         with self._changed:
             self._workers.weights[next_version] = copied
             self._workers.unannounced = next_version
-            # Otherwise the next `take` announces the version. In lockstep no prompts may be taken
-            # before the step is over, because a sampler may learn from its batch. In a
-            # deterministic run a save must not depend on what starts before it.
+            # Otherwise the next `take` announces the version. In lockstep (`max_staleness=0`) no
+            # prompts may be taken before the step is over, because a sampler may learn from its
+            # batch. In a deterministic run a save must not depend on what starts before it.
             if self.rules.max_staleness > 0 and not self.rules.deterministic:
                 self._announce()
                 self._act()
@@ -194,27 +195,29 @@ class AsyncBatches(WeightPublisher):
             if self.schedule is None:
                 self._begin(step)
             schedule = self._begun_schedule
-            # A save after the previous step is over, so engines that paused for it continue.
+            # If the previous step was saved, the engines may have paused for the save. Now they
+            # continue.
             schedule.release()
             self._announce()
             self._refresh_streams()
             schedule.wants_batch()
             self._act()
             with waiting(f"the responses of step {step}", self._describe_progress):
-                self._wait_for(lambda: self._prefetcher.handed is not None)
-            handed, groups, group_filter = self._prefetcher.pop_batch()
-            assert handed.step == step
-            # Groups that are ready for later steps.
+                self._wait_for(lambda: self._prefetcher.hand_over is not None)
+            hand_over, groups, group_filter = self._prefetcher.pop_batch()
+            assert hand_over.step == step
+            # Number of groups that are ready for later steps.
             depth = sum(group.is_kept for group in schedule.groups.values())
             versions = {number: rows.batch["token_versions"] for number, rows in groups.items()}
             self._schedule_record.add_step(step, versions)
 
-        # Without the lock, because nothing else has these groups any more.
+        # Without the lock, because nothing else has these groups any more. With dynamic sampling
+        # the filter has chosen the rows of the batch.
         batch = group_filter.batch() if group_filter else DataProto.concat([*groups.values()])
         batch.meta_info["global_steps"] = step
         batch.meta_info["total_training_steps"] = self.rules.num_steps
-        # Unless weights were published after the last step, the actor has already left the newest
-        # version behind. During the critic's warm-up it stays as it is.
+        # The actor has the newest version if weights were published after the last step, or if no
+        # step has updated it yet (the critic's warm-up). Otherwise updates have changed it since.
         is_newest = self.rules.publishes(step - 1) or step - 1 <= self.rules.warmup_steps
         # A later mini-batch of the step follows an update on the earlier ones.
         self.is_current = is_newest and step != self._last_taken
@@ -225,7 +228,7 @@ class AsyncBatches(WeightPublisher):
         }
         metrics |= measure_staleness(batch, step, self.rules)
         batch.meta_info["metrics"] |= {f"async/{name}": metric for name, metric in metrics.items()}
-        return batch, handed.is_last
+        return batch, hand_over.is_last
 
     def state_dict(self) -> dict[str, Any]:
         """State of generation after a step, for a checkpoint.
@@ -236,9 +239,11 @@ class AsyncBatches(WeightPublisher):
         with self._changed:
             schedule = self.schedule
             if schedule is None:
+                # No batch was taken yet, so the state is still that of the resumed checkpoint.
                 return self._snapshot.resumed
             schedule.hold(self._workers.unannounced)
-            # If engines are saved while they pause for these weights, they must not get them yet.
+            # With `pauses_to_save`, engines are saved while they pause for the published weights. So
+            # these are announced only by the next `take`.
             if not self.rules.pauses_to_save:
                 self._announce()
             self._act()
@@ -306,6 +311,7 @@ class AsyncBatches(WeightPublisher):
             repetition = RecordedSchedule if workers.pool is None else RecordedVersions
             schedule = repetition(self.rules, Path(replay), step=step - 1)
         record = self._config.trainer.directory / RECORD
+        # A resumed run writes a file of its own: async_schedule_from_step_N.jsonl.
         if step > 1:
             record = record.with_name(record.name.replace(".", f"_from_step_{step}.", 1))
         self._schedule_record = ScheduleRecord(record)
@@ -326,8 +332,12 @@ class AsyncBatches(WeightPublisher):
             self._grade_round(batch)
 
     def _prepare_local_engine(self, schedule: Schedule) -> None:
-        """Continue the engine's count of steps, and let it ask for the decisions of a record."""
-        # There is only this worker, so nothing else loads these weights.
+        """Prepare the engine in this process for the first batch.
+
+        The engine continues the count of steps of the checkpoint. If the schedule repeats a record,
+        the engine asks for the recorded decisions before each of its steps.
+        """
+        # The only worker has loaded these weights, so the copy is not needed any more.
         self._workers.weights.clear()
         (stream,) = self._workers.streams.values()
         assert isinstance(stream, GenerationStream)
@@ -363,7 +373,8 @@ class AsyncBatches(WeightPublisher):
         for worker in self._workers.remove(lost):
             schedule.lost(worker)
             if worker in self._snapshot.reports:
-                # It has nothing to save: its groups start anew, also in a run that resumes.
+                # The save does not wait for the lost worker, which has no unfinished responses to
+                # report: its groups start anew, also in a run that resumes.
                 self._snapshot.reports[worker] = ()
                 self._take_snapshot(schedule.step, num_steps=0)
         if lost:
@@ -374,8 +385,8 @@ class AsyncBatches(WeightPublisher):
     def _join(self, stream: Stream) -> None:
         """Load weights on a new stream, which then becomes a worker of the schedule.
 
-        It gets the oldest version among the workers, because in a deterministic run all workers
-        generate with every version.
+        The stream gets the oldest version among the workers, because in a deterministic run every
+        worker generates with each version in turn.
         """
         schedule = self._begun_schedule
         number = next(self._workers.numbers)
@@ -385,9 +396,9 @@ class AsyncBatches(WeightPublisher):
         weights = self._workers.weights[version]
 
         def join(loaded: Future[int]) -> None:
-            """Callback of the load, in another thread."""
-            with self._deciding(), self._changed:
-                loaded.result()
+            """Make the stream a worker once it has the weights. Called in another thread."""
+            with self._handling_event(), self._changed:
+                loaded.result()  # raises the error of a load that has failed
                 self._workers.join(number)
                 schedule.joined(number, version)
 
@@ -409,10 +420,11 @@ class AsyncBatches(WeightPublisher):
     # Called by other threads.
 
     @contextmanager
-    def _deciding(self) -> Iterator[None]:
-        """Context manager around an event in another thread: on exit, carry out new decisions.
+    def _handling_event(self) -> Iterator[None]:
+        """Context manager: report an event to the schedule in another thread than the trainer's.
 
-        An error is not raised here, but stored for the trainer's thread.
+        On exit, the decisions that follow from the event are carried out. An error is not raised
+        here, but stored for the trainer's thread.
         """
         try:
             yield
@@ -427,13 +439,14 @@ class AsyncBatches(WeightPublisher):
     def _end_group(self, number: int, output: Callable[[], DataProto]) -> None:
         """Store the responses of a group and report its end to the schedule.
 
-        With dynamic sampling it is graded with its round. This is the callback `done` of the streams.
+        With dynamic sampling the group is graded together with its round. This method is the
+        callback `done` of the streams.
 
         Args:
             number: number of the group.
             output: returns its responses, or raises the error of the engine.
         """
-        with self._deciding(), self._changed:
+        with self._handling_event(), self._changed:
             rows = output()
             schedule = self._begun_schedule
             group = schedule.groups.get(number)
@@ -447,7 +460,7 @@ class AsyncBatches(WeightPublisher):
             versions = token_versions(rows)
             for sample, worker in tuple(group.running.items()):
                 versions_of_sample = versions[samples == sample]
-                # The policy has not drawn tokens of version -1.
+                # Version -1 marks tokens that the policy has not drawn.
                 drawn_versions = versions_of_sample[versions_of_sample >= 0]
                 oldest = int(drawn_versions.min()) if len(drawn_versions) else None
                 schedule.ended(worker, number, sample, oldest)
@@ -474,10 +487,10 @@ class AsyncBatches(WeightPublisher):
         """Grade the round of a batch, and tell the schedule which groups are kept.
 
         Args:
-            batch: step for which the groups are.
-            rows: their responses, group after group.
+            batch: step for which the groups were generated.
+            rows: responses of the round, group after group.
         """
-        with self._deciding():
+        with self._handling_event():
             grade(self._reward, rows)
             with self._changed:
                 for number, verdict in self._prefetcher.close_round(batch, rows).items():
@@ -485,7 +498,7 @@ class AsyncBatches(WeightPublisher):
 
     def _replay(self, num_steps: int) -> None:
         """Carry out a record's decisions before the engine's next step, in the engine's thread."""
-        with self._deciding(), self._changed:
+        with self._handling_event(), self._changed:
             schedule = self._begun_schedule
             assert isinstance(schedule, RecordedSchedule)
             (worker,) = self._workers.streams
@@ -498,7 +511,7 @@ class AsyncBatches(WeightPublisher):
         if not self._has_begun:
             return
         decisions = []
-        # A decision may make room for others.
+        # A decision may make room for others, so ask until there are no more.
         new_decisions = self._begun_schedule.decide()
         while new_decisions:
             decisions += new_decisions
@@ -506,7 +519,7 @@ class AsyncBatches(WeightPublisher):
         self._carry_out(decisions)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
-        """Carry out decisions: first all others, then those to start groups."""
+        """Carry out decisions. Groups are started last."""
         starts = []
         for decision in decisions:
             match decision:
@@ -520,13 +533,13 @@ class AsyncBatches(WeightPublisher):
                 case Save(worker, step):
                     self._save(worker, step)
                 case HandOver():
-                    self._prefetcher.handed = decision
+                    self._prefetcher.hand_over = decision
                 case Drop(group, _, running):
                     for worker in {worker for worker, _ in running}:
                         self._workers.streams[worker].abort(group)
                     self._prefetcher.drop(decision)
-        # After the loads that were decided with them: otherwise it would be a matter of time which
-        # of the two the engine does first.
+        # Starts come after the loads of the same decisions: otherwise it would be a matter of time
+        # whether the engine starts a group with the old or the new weights.
         self._start(starts)
 
     def _start(self, starts: Sequence[Start]) -> None:
@@ -551,7 +564,8 @@ class AsyncBatches(WeightPublisher):
                 if start.group not in resumed_groups:
                     new_groups.append((start.group, start.batch, start.row))
 
-            # A local engine says at which of its steps the groups begin.
+            # Record the starts. A local engine calls back and says at which of its steps the groups
+            # begin. Other engines do not, so their starts are recorded here with the version.
             if self._workers.pool is not None:
                 record.add_start(new_groups, version=starts_here[0].version)
             self._workers.streams[worker].start(
@@ -567,7 +581,10 @@ class AsyncBatches(WeightPublisher):
         self._workers.pauses[worker] = pause
 
         def weights() -> DataProtoFuture | None:
-            """Wait for the weights. Returns None if the worker continues without them."""
+            """Wait for the weights. Returns None if the worker continues without them.
+
+            At the end of the run the weights may be missing, and the result is None as well.
+            """
             with self._changed:
                 self._changed.wait_for(
                     lambda: version <= schedule.published or pause.is_over or self._is_ended
@@ -575,20 +592,22 @@ class AsyncBatches(WeightPublisher):
                 return None if pause.is_over else self._workers.weights.get(version)
 
         keeps_cache = self._config.async_training.kv_on_update == "keep"
-        done = self._workers.streams[worker].load(weights, version, keeps_cache=keeps_cache)
-        done.add_done_callback(partial(self._end_load, worker, version))
+        loading = self._workers.streams[worker].load(weights, version, keeps_cache=keeps_cache)
+        loading.add_done_callback(partial(self._end_load, worker, version))
 
-    def _end_load(self, worker: int, version: int, done: Future[int]) -> None:
+    def _end_load(self, worker: int, version: int, loading: Future[int]) -> None:
         """Report to the schedule that a worker has loaded weights, and release older copies."""
-        with self._deciding(), self._changed:
-            num_steps = done.result()
+        with self._handling_event(), self._changed:
+            # The engine's number of steps before the load; 0 for engines in other processes. Raises
+            # the error of a load that has failed.
+            num_steps = loading.result()
             # The worker may be lost, or have continued without the weights (`Resume`).
             stream = self._workers.streams.get(worker)
             if stream is None or stream.weight_version != version:
                 return
             schedule = self._begun_schedule
-            # Only a local engine's loads are recorded: those of several engines have no common
-            # count of steps.
+            # Only loads of a local engine are recorded, because engines in other processes have no
+            # common count of steps.
             if self._workers.pool is None:
                 self._schedule_record.add(at=num_steps, load=version)
             schedule.loaded(worker, version)
@@ -618,10 +637,10 @@ class AsyncBatches(WeightPublisher):
                     # Keep the engine from its next step until the trainer takes its next batch.
                     self._changed.wait_for(lambda: schedule.hold_after is None or self._is_ended)
 
-        def end_save(done: Future[int]) -> None:
+        def end_save(saving: Future[int]) -> None:
             """Pass an error of the save on to the trainer's thread."""
-            with self._deciding():
-                done.result()
+            with self._handling_event():
+                saving.result()
 
         self._snapshot.reports[worker] = None
         stream.save(report).add_done_callback(end_save)

@@ -35,15 +35,17 @@ class Prefetcher:
     Attributes:
         started: prompt of each unfinished group, one row, by number of the group.
         complete: rows of each complete group, graded or not, by number of the group.
-        handed: decision to hand groups over that the trainer has not taken yet; None: there is none.
-        rounds: for dynamic sampling, the complete groups of each step that are not graded.
+        hand_over: decision to hand groups over that the trainer has not carried out yet (see
+            `pop_batch`); None if there is none.
+        rounds: for dynamic sampling, the numbers of the complete groups of each step that are not
+            graded.
         counts: metrics since the last `take_counts`.
     """
 
     def __init__(self, rules: Rules, prompts: PromptStream, config: Config) -> None:
         self.started: dict[int, DataProto] = {}
         self.complete: dict[int, DataProto] = {}
-        self.handed: HandOver | None = None
+        self.hand_over: HandOver | None = None
         self.counts: dict[str, float] = defaultdict(float)
         self._rules = rules
         self._prompts = prompts
@@ -74,7 +76,7 @@ class Prefetcher:
         return rollout_inputs(rows, self._config)
 
     def _take_prompt(self, start: Start) -> DataProto:
-        """Take the prompt of a new group from the data, and name it."""
+        """Take the prompt of a new group from the data, and assign its `uid`."""
         # A schedule that repeats a record on several workers may start groups in another order. The
         # groups before this one keep their prompts until they start.
         while start.group not in self._assigned:
@@ -93,6 +95,7 @@ class Prefetcher:
 
     def pop_saved_responses(self, groups: Mapping[int, Any]) -> list[SavedResponse]:
         """Take the responses that the checkpoint has of some unfinished groups."""
+        # The first entry of a saved response is the number of its group.
         taken = [response for response in self._saved_responses if response[0] in groups]
         self._saved_responses = [
             response for response in self._saved_responses if response[0] not in groups
@@ -109,7 +112,7 @@ class Prefetcher:
         prompt = self.started.pop(group.number)
         prompts = repeat_prompts(prompt, self._rules.group_size)
         complete = with_prompt_columns(prompts, rows)
-        # Other entries could differ between groups, which could then not be concatenated.
+        # Entries of `meta_info` that differ between groups would prevent their concatenation.
         complete.meta_info = {"metrics": rows.meta_info["metrics"]}
         self.complete[group.number] = complete
         if self._rules.round_size:
@@ -134,11 +137,11 @@ class Prefetcher:
             The decision; the rows of each group by its number; and the filter of the batch, which
             is None without dynamic sampling.
         """
-        handed = self.handed
-        assert handed is not None, "the caller has waited for it"
-        self.handed = None
-        groups = {number: self.complete.pop(number) for number in handed.groups}
-        return handed, groups, self._filters.pop(handed.step, None)
+        hand_over = self.hand_over
+        assert hand_over is not None, "the caller has waited for it"
+        self.hand_over = None
+        groups = {number: self.complete.pop(number) for number in hand_over.groups}
+        return hand_over, groups, self._filters.pop(hand_over.step, None)
 
     def take_counts(self) -> dict[str, float]:
         """Return the metrics since the last call."""
@@ -149,23 +152,24 @@ class Prefetcher:
     # Dynamic sampling.
 
     def find_round(self, batch: int) -> DataProto | None:
-        """Copy the rows of the round of a step, if all of its groups are complete; else None."""
+        """Copy the rows of the current round of a step. None if a group of the round is missing."""
         numbers = sorted(self.rounds[batch])
         if len(numbers) < self._rules.round_size:
             return None
         return DataProto.concat([self.complete[number] for number in numbers])
 
     def close_round(self, batch: int, rows: DataProto) -> dict[int, Verdict]:
-        """Filter the round of a step.
+        """Add the graded round of a step to the step's filter.
 
         Args:
             batch: number of the step.
-            rows: result of `find_round`, graded.
+            rows: rows from `find_round`, which have been graded since.
 
         Returns:
-            Whether each group is kept, or left out because its rewards are equal.
+            For each group by its number, "kept", or "equal" if its rewards are equal.
         """
-        # A checkpoint before this has the round, so that a resumed run grades it again.
+        # Removed only after grading: a checkpoint during grading has the round, and a resumed run
+        # grades it again.
         numbers = sorted(self.rounds.pop(batch))
         group_filter = self._filters.setdefault(batch, GroupFilter(self._config))
         # The filter now has the rows of the batch. Those in `complete` are no longer needed, and are
@@ -196,7 +200,7 @@ class Prefetcher:
         """Continue from a checkpoint.
 
         Args:
-            state: result of `state`, and `under_way`, the responses of unfinished groups.
+            state: entries from `state`, and `under_way`, the responses of unfinished groups.
             num_groups: number of groups that were started before the checkpoint.
         """
         self.started = state["begun"]

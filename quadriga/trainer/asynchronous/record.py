@@ -56,7 +56,8 @@ class ScheduleRecord:
 
         Args:
             groups: number, batch and row of each group.
-            where: `at` or `version`, as in the file.
+            where: `at`, the number of the engine's steps so far, or `version`, the version of the
+                weights.
         """
         if groups:
             self.add(**where, start=groups)
@@ -106,12 +107,12 @@ class RecordedSchedule(Schedule):
     def __init__(self, rules: Rules, path: Path, *, step: int = 0) -> None:
         super().__init__(rules, step=step)
         self._events: deque[dict[str, Any]] = deque()
-        # Version of the weights with which each group began; the last time, if it began again.
+        # Version of the weights with which each group began, of its last start if it started again.
         self._versions: dict[int, int] = {}
         # Groups of each part of a step's batch, by step.
         self._parts: dict[int, deque[list[int]]] = defaultdict(deque)
 
-        # Starts on a local engine are recorded without a version, which is that of the last load.
+        # Starts on a local engine are recorded without a version: it is the version of the last load.
         version = self.published
         for event in _events_after(path, step):
             if "step" in event:
@@ -145,12 +146,13 @@ class RecordedSchedule(Schedule):
                 decisions.append(Load(worker, event["load"]))
             if "save" in event:
                 decisions.append(Save(worker, event["save"]))
+        # The starts of the groups above are pending.
         decisions += self._pending
         self._pending = []
         return decisions
 
     def _recorded_group(self, number: int, batch: int, row: int) -> Group:
-        """Add a group of the record, and its batch if it is the first one."""
+        """Add a group of the record to its batch, which is created with its first group."""
         self._batches.setdefault(batch, Batch(self.rules.num_groups))
         return self._new_group(number, batch, row)
 
@@ -161,7 +163,11 @@ class RecordedSchedule(Schedule):
         """Load nothing: `decisions_at` does."""
 
     def _take_ready_groups(self) -> Sequence[int] | None:
-        """Take the groups that the record has for the next part of the next step's batch."""
+        """Take the recorded groups of the next part of the next step's batch.
+
+        Returns:
+            Numbers of the groups; None if one of them is not graded yet, or if none is recorded.
+        """
         parts = self._parts[self.step + 1]
         if not parts:
             return None
@@ -202,13 +208,14 @@ class RecordedVersions(RecordedSchedule):
                 self._begin(worker, self._recorded_group(number, batch, row))
 
     def _is_round_due(self, batch: int, row: int) -> bool:
-        """Whether the rounds of dynamic sampling before that of a row have been graded."""
+        """Whether all rounds of dynamic sampling before the round of a row have been graded."""
         size = self.rules.round_size
         if not size:
             return True
         rows_before_round = row // size * size
-        state = self._batches.get(batch, Batch(0))
-        num_graded = state.num_rows - state.num_open
+        # A batch without groups has no entry.
+        started = self._batches.get(batch, Batch(0))
+        num_graded = started.num_rows - started.num_open
         return num_graded >= rows_before_round
 
     def _worker_with(self, version: int) -> int | None:
@@ -236,10 +243,13 @@ class RecordedVersions(RecordedSchedule):
 
 
 def _events_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Read the events of a record after the save of a step, or all if the record begins later.
+    """Read the events of a record after the save of a step.
+
+    All events are returned if the record begins later than this save: for step 0, and if it was
+    written by a run that resumed from the step.
 
     Raises:
-        DataError: the file cannot be read, or has no checkpoint of the step.
+        DataError: the file cannot be read, or the record should have the save but does not.
     """
     where = f"async_training.replay={path}"
     try:
@@ -249,10 +259,11 @@ def _events_after(path: Path, step: int) -> list[dict[str, Any]]:
     for place, event in enumerate(events):
         if event.get("save") == step:
             return events[place + 1 :]
+    # A record that has the step itself, or an earlier one, begins before the save and should have it.
     if any(event.get("step", step + 1) <= step for event in events):
         raise DataError(
             where,
             got=f"no checkpoint of step {step}",
-            expected="the record of the run that wrote it, or went on from it",
+            expected="the record of the run that wrote this checkpoint, or that resumed from it",
         )
     return events

@@ -75,6 +75,7 @@ class Rules:
 
     def version_at(self, step: int) -> int:
         """Version of the weights that a step begins with, the number of publications before it."""
+        # One publication for every `sync_every` earlier steps, except those in the warm-up.
         return max(0, (step - 1) // self.sync_every - self.warmup_steps // self.sync_every)
 
     def publishes(self, step: int) -> bool:
@@ -88,6 +89,7 @@ class Rules:
 
     def last_step_with(self, version: int) -> int:
         """The last step that begins with this version."""
+        # The largest step for which `version_at` returns this version.
         return (version + 1 + self.warmup_steps // self.sync_every) * self.sync_every
 
 

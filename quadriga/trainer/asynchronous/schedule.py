@@ -215,8 +215,8 @@ class Schedule:
             oldest: version of its oldest token, as the engine reports it. None: unknown.
 
         Returns:
-            Whether this completes the group. A sample that this worker is not generating, such as
-            one of a dropped group, is ignored.
+            Whether this completes the group. If the worker is not generating this sample, for
+            example because the group was dropped, the event is ignored and the result is False.
 
         Raises:
             RolloutError: the engine used older weights than the worker had.
@@ -283,6 +283,7 @@ class Schedule:
                 with `Rules.pauses_to_save`, where it is published after `release`.
         """
         self._awaits_save = True
+        # With `pauses_to_save`, starts end only when all workers pause for weights, in `decide`.
         if not self.rules.pauses_to_save:
             if published is not None:
                 self.published = published
@@ -348,7 +349,13 @@ class Schedule:
         return self.rules.version_at(batch) - version <= self.rules.max_staleness
 
     def state(self) -> dict[str, Any]:
-        """State of the schedule for a checkpoint, as plain values."""
+        """State of the schedule for a checkpoint, as plain values.
+
+        Returns:
+            `num_groups`; `groups`, a list [number, batch, row, pairs of a sample and its version,
+            unfinished samples, is_kept] for each group; and `batches`, by step, [num_wanted,
+            num_rows].
+        """
         groups = []
         for group in self.groups.values():
             sample_versions = list(group.sample_versions.items())
@@ -370,7 +377,7 @@ class Schedule:
             state: what `state` returned when the checkpoint was written.
         """
         self.num_groups = state["num_groups"]
-        # The state has two fields of a batch; the loop below counts its groups for the others.
+        # The state has two fields of a batch. The loop below sets the others from its groups.
         for step, (num_wanted, num_rows) in state["batches"].items():
             self._batches[step] = Batch(num_wanted, num_rows)
         for number, step, row, sample_versions, unfinished, is_kept in state["groups"]:
@@ -407,7 +414,8 @@ class Schedule:
             if worker is not None:
                 self._begin(worker, group)
         while (batch := self._next_batch()) is not None:
-            # A later batch needs weights that are at least as new, so no worker could take that.
+            # A later batch needs weights that are at least as new, so no worker could take its
+            # groups either.
             worker = self._worker_for(batch, self.rules.group_size)
             if worker is None:
                 break
@@ -455,11 +463,12 @@ class Schedule:
         candidates = []
         for number, worker in self.workers.items():
             is_loading = worker.loading is not None
-            # A worker that is loading weights will begin samples with those.
+            # A worker that is loading weights will begin samples with these weights.
             version = worker.loading if is_loading else worker.version
-            # It begins none before these weights are published.
+            # A worker begins no samples while it waits for weights that are not published.
             is_paused = is_loading and version > self.published
-            # With "finish" it begins none before it is empty and has loaded the newest weights.
+            # With "finish", a worker with older weights begins no samples: it waits until its
+            # running samples have ended, and then loads the newest weights.
             is_draining = not is_loading and finishes_first and version < self.published
             num_running = len(worker.running)
             # A worker without samples takes a group that is larger than its capacity.
@@ -542,19 +551,19 @@ class Schedule:
         rules = self.rules
         if not rules.deterministic:
             return rules.in_flight == "continue" or not worker.running
-        # It first generates all batches that may begin with its version: those of steps that begin
-        # with up to this many versions more.
+        # The worker first generates all batches that may begin with its version. These are the
+        # batches of steps whose version is at most `num_ahead` higher.
         num_ahead = rules.max_staleness
         if rules.in_flight == "continue":
-            # The last of these batches need not be complete, because they continue with the next
-            # version.
+            # The batches of the last of these versions need not be complete, because their samples
+            # continue with the worker's next version.
             num_ahead = max(num_ahead - 1, 0)
         last_step = rules.last_step_with(worker.version + num_ahead)
         return self._all_generated(min(last_step, rules.num_steps))
 
     def _all_generated(self, last: int) -> bool:
         """Whether all batches up to a step are generated."""
-        # A generated batch stays so, so each is checked only until then.
+        # A generated batch stays generated, so it is not checked again.
         self._last_generated = max(self._last_generated, self.step)
         while self._last_generated < last:
             batch = self._batches.get(self._last_generated + 1)
@@ -581,9 +590,9 @@ class Schedule:
         is_last = True
         if not self._drops_stale:
             batch = self._batches[step]
-            # A step ends with the last part of its batch.
             batch.num_handed += len(numbers)
             batch.kept = [number for number in batch.kept if number in self.groups]
+            # A step ends with the last part of its batch.
             is_last = batch.num_handed == self.rules.num_groups
         self._pending.append(HandOver(step, tuple(numbers), is_last))
         if is_last:
@@ -592,7 +601,7 @@ class Schedule:
 
     def _drop_leftovers(self) -> None:
         """Drop the groups that no later step can learn from."""
-        # Dynamic sampling may keep more groups than a batch has.
+        # Dynamic sampling may keep more groups than a batch needs; `_hand_over` has left the surplus.
         if not self._drops_stale:
             for number in self._batches[self.step].kept:
                 self._drop(self.groups[number], "surplus")
@@ -614,7 +623,7 @@ class Schedule:
         if not group.is_kept:
             self._batches[group.batch].num_open -= 1
         elif self._drops_stale:
-            # With on_stale="wait" the list is that of the group's batch, which is over.
+            # With on_stale="wait" the group is in the list `kept` of its batch, which is over.
             self._kept.remove(group.number)
         self._to_start.discard(group.number)
         # The caller aborts these samples. Events that they still cause are ignored.

@@ -251,6 +251,7 @@ class Simulation:
 
     def await_end(self, number: int) -> None:
         """Plan the end of a worker's next sample; this replaces the event that was planned."""
+        # With a new stamp, `ended` ignores the earlier event.
         worker = self.workers[number]
         worker.stamp += 1
         end = worker.next_end()
@@ -331,7 +332,7 @@ class Simulation:
                 self.after(self.load_s(worker), partial(self.loaded, worker, version))
 
 
-def recorded(
+def fit_recorded_run(
     lines: Sequence[Mapping[str, Any]], num_steps: int, costs: Costs, num_workers: int, gpus: int
 ) -> tuple[Workload, Costs]:
     """Compute workload and costs from a recorded run in lockstep.
@@ -341,7 +342,7 @@ def recorded(
             and `reward_s` if rewards took any time. All steps have the same number of prompts, and
             all prompts the same number of responses.
         num_steps: number of steps of the workload, for which the recorded ones are repeated.
-        costs: costs that cannot be read from the record.
+        costs: times that do not follow from the lines, such as that of a load.
         num_workers: number of rollout engines that the run had.
         gpus: number of training ranks that the run had.
 
@@ -353,8 +354,8 @@ def recorded(
     num_tokens = lengths.sum((1, 2))
     gen_s = [line["gen_s"] for line in lines]
     train_s = [line["train_s"] for line in lines]
-    # Generation ends with the longest response. Its worker decodes about an equal share of all
-    # tokens.
+    # Generation ends with the longest response: one decode step for each of its tokens. In these
+    # steps its worker decodes about an equal share of all tokens.
     decode_s, sequence_s = _fit(longest, num_tokens / num_workers, gen_s)
     step_s, token_s = _fit(np.ones(len(lines)), num_tokens / gpus, train_s)
     fitted = replace(
@@ -388,8 +389,8 @@ def advice(
 
     Args:
         config: the configuration for which advice is wanted.
-        run: configuration and recorded lines (see `recorded`) of a run in lockstep. None: lengths
-            and seconds are assumed.
+        run: configuration and recorded lines (see `fit_recorded_run`) of a run in lockstep. None:
+            lengths and seconds are assumed.
     """
     num_rollout = sum(rollout_ranks(config))
     num_train = training_ranks(config)
@@ -399,7 +400,7 @@ def advice(
     if run is not None:
         recorded_config, lines = run
         num_engines = sum(rollout_ranks(recorded_config)) // engine_ranks(recorded_config)
-        workload, costs = recorded(
+        workload, costs = fit_recorded_run(
             lines, NUM_STEPS, costs, num_engines, training_ranks(recorded_config)
         )
         directory = recorded_config.trainer.directory
@@ -435,7 +436,7 @@ def advice(
         outcomes[bound, train] = Simulation(bounded, workload, costs, num_workers, train).run()
 
     lockstep_s = outcomes[0, num_train].seconds
-    for name, choice in {"this": configured, "recommended": _recommended(outcomes)}.items():
+    for name, choice in {"this": configured, "recommended": _recommended_choice(outcomes)}.items():
         bound, train = choice
         outcome = outcomes[choice]
         yield (
@@ -451,7 +452,7 @@ def _assumed_workload(config: Config, median: float) -> Workload:
 
     Args:
         config: has the number and the largest length of responses.
-        median: of the lengths, in tokens.
+        median: median length of the responses, in tokens.
     """
     shape = (NUM_STEPS, config.data.train_batch_size, config.actor_rollout_ref.rollout.n)
     logarithms = np.random.default_rng(0).normal(np.log(median), 1.0, shape)
@@ -462,8 +463,13 @@ def _assumed_workload(config: Config, median: float) -> Workload:
 def _splits(num_train: int, total: int, size: int) -> set[int]:
     """Numbers of training ranks to compare.
 
-    They are the configured number, and a quarter, a half and three quarters of all ranks if engines
-    of `size` ranks fill the remaining ones.
+    These are the configured number; and a quarter, a half and three quarters of all ranks, each only
+    if the remaining ranks can be divided into engines.
+
+    Args:
+        num_train: configured number of training ranks.
+        total: number of training and rollout ranks together.
+        size: ranks of a rollout engine.
     """
     splits = {num_train}
     for share in (1 / 4, 1 / 2, 3 / 4):
@@ -473,11 +479,14 @@ def _splits(num_train: int, total: int, size: int) -> set[int]:
     return splits
 
 
-def _recommended(outcomes: Mapping[tuple[int, int], SimulationResult]) -> tuple[int, int]:
-    """The choice with the least staleness among those that are about as fast as the fastest.
+def _recommended_choice(outcomes: Mapping[tuple[int, int], SimulationResult]) -> tuple[int, int]:
+    """Choose the least staleness with which a run is about as fast as the fastest one (`NEAR`).
 
     Args:
-        outcomes: results by staleness and number of training ranks.
+        outcomes: results by `max_staleness` and number of training ranks.
+
+    Returns:
+        `max_staleness` and the number of training ranks.
     """
     fastest_s = min(outcome.seconds for outcome in outcomes.values())
     candidates = []

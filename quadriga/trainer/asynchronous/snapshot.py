@@ -64,7 +64,7 @@ class Snapshot:
 
     def pop_reports(self) -> list[SavedResponse] | None:
         """Take the saved responses of all workers. None: some have not reported yet."""
-        # In the order in which the workers were asked to save.
+        # The dictionary is in the order in which the workers were asked to save.
         saved_responses = []
         for report in self.reports.values():
             if report is None:
@@ -80,15 +80,16 @@ class Snapshot:
         saved_responses: Sequence[SavedResponse],
         num_steps: int,
     ) -> None:
-        """Take the state.
+        """Collect the state of generation in `state`.
 
         Args:
             schedule: has the groups and batches.
-            prefetcher: has their prompts and rows.
+            prefetcher: has the prompts and rows of the groups.
             saved_responses: responses of the unfinished groups of all workers.
             num_steps: number of steps that the engine has made.
         """
-        # Groups may have ended since their worker reported them.
+        # Groups may have ended since their worker reported them. The first entry of a saved response
+        # is the number of its group.
         still_open = [response for response in saved_responses if response[0] in prefetcher.started]
         self.state = prefetcher.state() | {
             "schedule": schedule.state(),
@@ -108,7 +109,7 @@ def require_state(state: dict[str, Any]) -> None:
     """Check the entries of a state.
 
     Raises:
-        CheckpointError: they are not those of `STATE`.
+        CheckpointError: the state has other entries than `STATE`.
     """
     if state.keys() != set(STATE):
         raise CheckpointError(
@@ -137,13 +138,13 @@ def convert_rows(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[s
 def as_tensor(rows: DataProto) -> torch.Tensor:
     """Convert rows to the bytes of a file, uint8 [N], for a checkpoint.
 
-    Outcomes of early grading are left out: a resumed run grades again.
+    Outcomes of early grading are left out: a resumed run grades the responses again.
     """
     columns = dict(rows.non_tensor_batch)
     columns.pop("reward_outcome", None)
     metrics = {}
     for name, values in rows.meta_info.get("metrics", {}).items():
-        # A list if several batches were concatenated.
+        # `values` is a list of metrics if several batches were concatenated, else one metric.
         values_of_batches = [values] if isinstance(values, Metric) else values
         metrics[name] = [astuple(metric) for metric in values_of_batches]
     meta_info = rows.meta_info | {"metrics": metrics}

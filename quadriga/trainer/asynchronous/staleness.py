@@ -43,7 +43,7 @@ def measure_staleness(batch: DataProto, step: int, rules: Rules) -> dict[str, Me
             expected=f"0 to {rules.max_staleness}",
         )
 
-    # Masked tokens have version -1, which must not count as the oldest one of a row.
+    # Masked tokens have version -1, which must not count as the oldest version of a row.
     oldest = versions.masked_fill(~mask, int(versions.max())).amin(-1)
     is_interrupted = versions.amax(-1) > oldest
     metrics = {"interruptions": Metric(is_interrupted.sum(), "sum")}
@@ -71,5 +71,6 @@ def token_versions(rows: DataProto) -> torch.Tensor:
         "async_training",
         got="responses without the version of each token",
         expected="one for each",
-        fix="A loop of your own gives them to Conversation.extend; or leave async_training off.",
+        fix="An agent loop of your own must pass the versions to Conversation.extend. Otherwise set "
+        "async_training.enable=False.",
     )

@@ -26,6 +26,7 @@ from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.stream import GenerationStream, SavedResponse
 
 Done = Callable[[int, Callable[[], DataProto]], None]
+"""Callback for the end of a group: its number, and a function that returns its responses."""
 
 
 class RemoteStream:
@@ -83,7 +84,10 @@ class RemoteStream:
         joined: Callable[[int], None] | None = None,
         saved: Sequence[SavedResponse] = (),
     ) -> None:
-        """Start to generate groups; see `GenerationStream.start`. `joined` is not called."""
+        """Start to generate groups; see `GenerationStream.start`.
+
+        `joined` is not called, because engines in other processes do not report their steps.
+        """
         self._open |= groups.keys()
         self._call("start", dict(groups), None, saved)
 
@@ -94,8 +98,8 @@ class RemoteStream:
 
         `weights` is called in this process; if the engine pauses, in a background thread.
         """
-        done: Future[int] = Future()
-        self._loads[version] = done
+        future: Future[int] = Future()
+        self._loads[version] = future
         if self._pauses:
             # The engine pauses before its next step; `weights` may wait for the publication.
             self._call("await_weights", version, keeps_cache=keeps_cache)
@@ -106,7 +110,7 @@ class RemoteStream:
             # The engine continues until the weights have arrived.
             self._call("give_weights", version, weights())
             self._call("await_weights", version, keeps_cache=keeps_cache)
-        return done
+        return future
 
     def save(self, report: Callable[[int, list[SavedResponse]], None]) -> Future[int]:
         """Save unfinished groups; see `GenerationStream.save`.
@@ -114,10 +118,10 @@ class RemoteStream:
         `report` is called in the listening thread, with 0 as the number of steps. An engine that
         pauses waits until it has returned.
         """
-        done: Future[int] = Future()
-        self._saves.append((report, done))
+        future: Future[int] = Future()
+        self._saves.append((report, future))
         self._call("hand_out")
-        return done
+        return future
 
     def abort(self, group: int) -> None:
         """Abort a group; `done` is not called."""
@@ -126,7 +130,7 @@ class RemoteStream:
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Start a call of a method of the engine's stream, without waiting for it."""
-        # Each rank needs the weights; everything else is up to the first one.
+        # All ranks of the engine need the weights; the first rank handles all other calls.
         num_ranks = self.num_ranks if method == "give_weights" else 1
         calls = [((method, *args), kwargs)] * num_ranks
         with self._lock:
@@ -140,29 +144,36 @@ class RemoteStream:
                 with self._lock:
                     calls = self._unchecked_calls
                     self._unchecked_calls = []
-                # Calls come first, because their errors may be the cause of later ones. Each has one
-                # result, and each rank one list of events.
+                # Calls come first, because their errors may be the cause of later ones. Each call has
+                # one result, then each rank has one list of events.
                 results = self._group.resolve([*calls, *events])
                 events_of_first_rank = results[len(calls)]
                 for event in events_of_first_rank:
                     self._handle_event(*event)
         except BaseException as error:
+            # `StreamPool.refresh_streams` finds it.
             self.error = error
 
     def _handle_event(self, kind: str, number: int, value: Any) -> None:
-        """Handle an event; see `ServedStream.events` for its parts."""
+        """Handle an event of `ServedStream.events`.
+
+        The parts of an event are: "loaded", the version that `load` was called with, and the version
+        of the weights since then; or "saved", 0, and the saved responses; or "ended", the number of
+        a group, and its rows.
+        """
         if kind == "loaded":
             self.weight_version = value
             self._loads.pop(number).set_result(0)
         elif kind == "saved":
-            report, done = self._saves.pop(0)
+            # Saves end in the order in which they were requested.
+            report, future = self._saves.pop(0)
             report(0, value)
-            done.set_result(0)
+            future.set_result(0)
         elif number in self._open:
             self._open.discard(number)
             self.has_ended = True
             self._done(number, lambda: value)
-        # The engine has paused until the callbacks have returned.
+        # The engine has paused for this event. The callbacks have returned, so it continues.
         if self._pauses:
             self._call("go_on")
 
@@ -201,7 +212,7 @@ class StreamPool(RolloutPool):
                 the run can go on without it.
         """
         lost = [stream for stream in self._streams.values() if stream.error is not None]
-        # An engine that has completed a group works: if it is lost, restart it without a pause.
+        # An engine that has completed a group works: if it is lost, it is restarted without a pause.
         for stream in self._streams.values():
             if stream.has_ended:
                 self._restarts.reset_pause(stream.rank)
@@ -271,7 +282,8 @@ class StreamWorkers:
         self.idle_since[number] = time.perf_counter()
 
     def remove(self, lost: Collection[RemoteStream]) -> list[int]:
-        """Remove lost streams. Returns the numbers of those that had become workers."""
+        """Remove lost streams. Returns the numbers of the workers among them."""
+        # Streams that have not become workers are not known to the schedule.
         for number in [number for number, stream in self.joining.items() if stream in lost]:
             del self.joining[number]
         numbers = [number for number, stream in self.streams.items() if stream in lost]
@@ -286,7 +298,8 @@ class StreamWorkers:
         Args:
             used_versions: versions with which workers generate.
         """
-        # Engines in other processes may join with the oldest version.
+        # Engines in other processes may still join with the oldest version in use. The engine in
+        # this process has loaded its version already.
         oldest = min(used_versions)
         if self.pool is None:
             oldest += 1

@@ -13,7 +13,7 @@ from quadriga.errors import DataError
 from quadriga.rewards.managers.naive import NaiveRewardManager
 from quadriga.rewards.outcome import read_outcome
 from quadriga.rewards.scoring import ScoreFunction
-from quadriga.trainer.preflight import Preflight, preflight, recorded_run
+from quadriga.trainer.preflight import Preflight, preflight, read_recorded_run
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 
@@ -146,7 +146,8 @@ def test_steps_of_different_sizes_cannot_be_simulated(
             metrics.write(json.dumps({"step": step, **times}) + "\n")
             (samples / f"{step}.jsonl").touch()
     monkeypatch.setattr(
-        "quadriga.trainer.preflight._lengths", lambda folder, config, step: lengths[step - 1]
+        "quadriga.trainer.preflight._response_lengths",
+        lambda folder, config, step: lengths[step - 1],
     )
     with pytest.raises(DataError, match="of 2 sizes"):
-        recorded_run(run)
+        read_recorded_run(run)

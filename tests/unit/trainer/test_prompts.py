@@ -128,10 +128,12 @@ def test_a_sampler_that_forgets_what_it_learned_is_not_resumed(
     assert not caplog.text
     PromptStream(loader, is_saved=True)
     assert ("no run can resume from the checkpoints: got Curriculum" in caplog.text) == is_refused
-    assert bool(prompts.cannot_resume) == is_refused
+    assert bool(prompts.resume_obstacle) == is_refused
     state = prompts.state_dict()
     if is_refused:
-        said = r"data\.sampler: got Curriculum, whose `update` .* expected both: a resumed run would take other rows"
+        said = (
+            r"data\.sampler: got Curriculum, whose `update` .* expected both methods: without them"
+        )
         with pytest.raises(CheckpointError, match=said):
             prompts.load_state_dict(state)
     else:
