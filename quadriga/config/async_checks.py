@@ -33,7 +33,14 @@ def check_async(config: Config) -> Findings:
 
 
 def _async_error(key: str, got: str, expected: str, fix: str = "") -> ConfigError:
-    """Error about a value that asynchronous training does not support."""
+    """Make the error for a value that asynchronous training does not support.
+
+    Args:
+        key: dotted key of the value.
+        got: the value, to which the message adds that asynchronous training is enabled.
+        expected: the values that are supported.
+        fix: how to correct the value.
+    """
     return ConfigError(key, f"{got}, with {_KEY}.enable=True", expected, fix)
 
 
@@ -72,8 +79,8 @@ def _check_generating_ranks(config: Config) -> Findings:
             "Use one rank per engine, or vllm.",
         )
 
-    # The rest is about engines in other processes that take new weights during generation: at which
-    # token they do so depends on timing.
+    # The checks below are about engines in other processes that take new weights during generation.
+    # At which token they do so depends on timing, so it can be neither repeated nor fixed.
     if not is_on_ray or settings.in_flight != "continue":
         return
     if settings.replay:
@@ -130,7 +137,7 @@ def _check_schedule(config: Config) -> Findings:
     has_conversations = config.actor_rollout_ref.rollout.mode == "async"
     has_filter = config.algorithm.filter_groups.enable
     with_filter = "with algorithm.filter_groups.enable=True"
-    drops = settings.on_stale == "drop"
+    drops_stale = settings.on_stale == "drop"
     if settings.deterministic and has_conversations:
         yield _async_error(
             f"{ROLLOUT}.mode",
@@ -138,14 +145,14 @@ def _check_schedule(config: Config) -> Findings:
             "sync",
             "The configuration does not determine how long tools and users take.",
         )
-    if settings.replay and (has_conversations or drops or trainer.save_freq != -1):
+    if settings.replay and (has_conversations or drops_stale or trainer.save_freq != -1):
         yield _async_error(
             f"{_KEY}.replay",
             str(settings.replay),
             f"null with {ROLLOUT}.mode=async, on_stale=drop or trainer.save_freq",
             "A record only says when sequences start and weights change.",
         )
-    if has_filter and drops:
+    if has_filter and drops_stale:
         yield _async_error(f"{_KEY}.on_stale", f"drop, {with_filter}", "wait")
     if has_filter and settings.by_mini_batch:
         yield _async_error(
@@ -173,7 +180,8 @@ def _stale_notices(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
     correction = config.algorithm.rollout_correction
-    # `save_minutes` is for runs in lockstep, so such a run saves nothing before its end.
+    # `save_minutes` is only read by runs that generate and train in turns. So with its default this
+    # run saves nothing before its end.
     saves_by_default = trainer.save_freq == -1 and trainer.save_minutes
     if saves_by_default or trainer.save_freq == AT_THE_END:
         yield (
@@ -182,7 +190,7 @@ def _stale_notices(config: Config) -> Iterator[str]:
         )
     if not settings.is_stale:
         return
-    # From here on about samples of older weights.
+    # The notices below are about samples of older weights.
     continues = settings.in_flight == "continue"
     if continues and trainer.save_freq != -1 and not rollout.has_unfinished:
         unfinished = "conversations" if rollout.mode == "async" else "responses"
@@ -260,5 +268,13 @@ def _streaming_error(
     expected: str,
     fix: str = "The number of rows is unknown.",
 ) -> ConfigError:
-    """Error about a value that streamed data do not support."""
+    """Make the error for a value that streamed data do not support.
+
+    Args:
+        config: the run.
+        key: dotted key of the value.
+        value: the value, to which the message adds `data.streaming`.
+        expected: the values that are supported.
+        fix: how to correct the value, or why it is not supported.
+    """
     return ConfigError(key, f"{value}, with data.streaming={config.data.streaming}", expected, fix)
