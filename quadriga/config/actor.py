@@ -381,7 +381,7 @@ class ActorConfig(BatchingConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_clip_bounds(cls, values: Any) -> Any:
-        """Set `clip_ratio_low` and `clip_ratio_high`, if they are not given, to a given `clip_ratio`."""
+        """Set a bound that is not given, `clip_ratio_low` or `clip_ratio_high`, to `clip_ratio`."""
         if not isinstance(values, dict) or "clip_ratio" not in values:
             return values
         return fill_missing(

@@ -96,7 +96,7 @@ class Section(BaseModel):
 
 
 def refuse(expected: str, fix: str = "") -> PydanticCustomError:
-    """Make an error for a validator to raise. The loader adds the key, its value, and file and line.
+    """Make an error for a validator to raise. The loader adds the key, the value and its place.
 
     Args:
         expected: the values that are accepted.
