@@ -182,7 +182,7 @@ class Layout:
         return self.pp == self.fsdp == self.tp == 1 and not self.has_own_modules
 
     def place(self, rank: int) -> RankPlace:
-        """Find the position of a rank. Solves the formula at the top of the file for the indices."""
+        """Find the position of a rank: solve the formula at the top of the file for the indices."""
         remainder, tp = divmod(rank, self.tp)
         remainder, sp = divmod(remainder, self.sp)
         remainder, dp_shard = divmod(remainder, self.dp_shard)
