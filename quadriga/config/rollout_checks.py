@@ -207,7 +207,7 @@ def _check_without_loops(config: Config) -> Findings:
 
 
 def _check_agent_loop(config: Config) -> Findings:
-    """Yield an agent loop or tool format that nothing registers, or a loop without the environment."""
+    """Yield an agent loop or tool format that nothing registers, or a loop that ignores `env`."""
     rollout = config.actor_rollout_ref.rollout
     path = rollout.agent.agent_loop_path
     yield from check_exists(f"{ROLLOUT}.agent.agent_loop_path", path, "a Python or YAML file")

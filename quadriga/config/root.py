@@ -164,7 +164,8 @@ class Config(Section):
         # A step of a supervised task is one optimizer step on the full batch.
         if isinstance(batch_size, int):
             actor["ppo_mini_batch_size"] = batch_size
-        # These tasks have one limit, for prompt and response together. Their sum is set to it.
+        # These tasks have one limit, for prompt and response together. Checks add up the two keys,
+        # so their sum is set to the limit.
         if isinstance(length, int):
             lengths = {"max_prompt_length": 1, "max_response_length": max(1, length - 1)}
             actor["loss_scale_factor"] = float(length)
