@@ -70,6 +70,7 @@ class QuadrigaError(Exception):
         message = self.where
         if facts:
             message += f": {', '.join(facts)}"
+        # A question that is quoted at the end needs no full stop.
         if not message.endswith("?"):
             message += "."
         return redact_text(f"{message} {self.fix}".strip())

@@ -56,7 +56,7 @@ def import_file(path: str | Path, where: str) -> ModuleType:
             where,
             got=f"{text!r}, which is not a file",
             expected="a Python file",
-            fix=f"Looked for {file}.",
+            fix=f"Correct the path. Looked for {file}.",
         )
     # The module's name depends only on the path. So a file that is executed again replaces what it
     # has registered before, and other processes can unpickle its objects.

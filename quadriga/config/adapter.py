@@ -213,8 +213,9 @@ def _reason_to_merge(config: Config, is_wide_on_accelerator: bool) -> str:
     if rank > max_rank:
         return f"{title} applies ranks up to {max_rank} beside the weights, and this one is {rank}"
     if is_wide_on_accelerator:
-        applies = f"on an accelerator {title} applies 16-bit adapters only"
-        return f"{applies}, and these weights are float32"
+        return (
+            f"on an accelerator {title} applies 16-bit adapters only, and these weights are float32"
+        )
     return ""
 
 

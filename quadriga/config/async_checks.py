@@ -136,7 +136,7 @@ def _check_schedule(config: Config) -> Findings:
     trainer = config.trainer
     has_conversations = config.actor_rollout_ref.rollout.mode == "async"
     has_filter = config.algorithm.filter_groups.enable
-    with_filter = "with algorithm.filter_groups.enable=True"
+    filter_setting = "algorithm.filter_groups.enable=True"
     drops_stale = settings.on_stale == "drop"
     if settings.deterministic and has_conversations:
         yield _async_error(
@@ -153,10 +153,13 @@ def _check_schedule(config: Config) -> Findings:
             "A record only says when sequences start and weights change.",
         )
     if has_filter and drops_stale:
-        yield _async_error(f"{_KEY}.on_stale", f"drop, {with_filter}", "wait")
+        yield _async_error(f"{_KEY}.on_stale", f"drop, with {filter_setting}", "wait")
     if has_filter and settings.by_mini_batch:
         yield _async_error(
-            f"{_KEY}.by_mini_batch", f"true, {with_filter}", "false", "A batch is filled in rounds."
+            f"{_KEY}.by_mini_batch",
+            f"true, with {filter_setting}",
+            "false",
+            "A batch is filled in rounds.",
         )
     if settings.by_mini_batch and config.actor_rollout_ref.actor.shuffle:
         yield _async_error(
@@ -168,7 +171,7 @@ def _check_schedule(config: Config) -> Findings:
     if has_filter and trainer.total_training_steps is None:
         yield _async_error(
             "trainer.total_training_steps",
-            f"null, {with_filter}",
+            f"null, with {filter_setting}",
             "a number of steps",
             "Prompts are read ahead of the steps.",
         )
@@ -220,13 +223,13 @@ def check_streaming(config: Config) -> Findings:
     yield from _check_unknown_length(config)
     if data.mixture:
         yield _streaming_error(config, "data.mixture", data.mixture, "none", "Leave it out.")
-    other_source = "Leave one of them out."
+    leave_out = "Leave one of them out."
     path = data.custom_cls.path
     if path:
-        yield _streaming_error(config, "data.custom_cls.path", path, "null", other_source)
+        yield _streaming_error(config, "data.custom_cls.path", path, "null", leave_out)
     path = data.datagen.path
     if path:
-        yield _streaming_error(config, "data.datagen.path", path, "null", other_source)
+        yield _streaming_error(config, "data.datagen.path", path, "null", leave_out)
     path = data.sampler.class_path
     if path:
         yield _streaming_error(

@@ -158,13 +158,13 @@ def check_update(config: Config) -> Findings:
     """Yield KL terms without effect or counted twice, and problems in the training of a model."""
     actor = config.actor_rollout_ref.actor
     algorithm = config.algorithm
-    only_reported = "at 0 the reference model is computed only to report the KL divergence."
+    zero_notice = "at 0 the reference model is computed only to report the KL divergence."
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield from notice_unused(["algorithm.kl_ctrl.type"], "algorithm.use_kl_in_reward is false")
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
-        yield f"algorithm.kl_ctrl.kl_coef: {only_reported}"
+        yield f"algorithm.kl_ctrl.kl_coef: {zero_notice}"
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield f"{ACTOR}.kl_loss_coef: {only_reported}"
+        yield f"{ACTOR}.kl_loss_coef: {zero_notice}"
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
         yield (
             f"{ACTOR}.use_kl_loss, algorithm.use_kl_in_reward: "

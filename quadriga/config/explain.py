@@ -287,8 +287,8 @@ def _describe_passes(
         yield f"critic: one pass per step, for values, and its own update; it starts from {start}"
     if config.reward_model.enable:
         has_function = config.custom_reward_function.path is not None
-        added = ", added to the custom reward function" if has_function else ""
-        yield f"reward model: one pass per step{added}"
+        sum_text = ", added to the custom reward function" if has_function else ""
+        yield f"reward model: one pass per step{sum_text}"
     if config.distillation.enable:
         yield f"teacher: one pass per step, by {' and '.join(config.distillation.all_teachers)}"
     if not needs_reference(config):
@@ -362,9 +362,9 @@ def _describe_length(config: Config, plan: BatchPlan, num_train_prompts: int | N
     if filters_groups and trainer.max_epochs:
         # A step may take several batches, so the number of steps is not known.
         steps = f"at most {_count(max_steps, 'step')}" if max_steps else "steps"
-        each = f" ({batches} each, at least one per step)" if num_batches else ""
+        batches_text = f" ({batches} each, at least one per step)" if num_batches else ""
         passes = _count(trainer.max_epochs, "pass", "passes")
-        return f"{steps} until {passes} over the data are taken{each}"
+        return f"{steps} until {passes} over the data are taken{batches_text}"
     if num_batches:
         num_steps = trainer.num_steps(num_batches)
         passes = _count(_ceil_div(num_steps, num_batches), "epoch")

@@ -368,11 +368,11 @@ def _check_groups(config: Config) -> Findings:
     if size == 1:
         return
     rollout = config.actor_rollout_ref.rollout
-    in_groups = f"with groups of {size} ranks"
+    condition = f"with groups of {size} ranks"
     if not rollout.request_seeds:
         yield ConfigError(
             f"{ROLLOUT}.request_seeds",
-            f"false, {in_groups}",
+            f"false, {condition}",
             "true: the ranks of a group must sample with the same seed for each response",
             "Set it to true, or tensor_model_parallel_size to 1.",
         )
@@ -380,7 +380,7 @@ def _check_groups(config: Config) -> Findings:
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
         yield ConfigError(
             f"{ROLLOUT}.data_parallel_size",
-            f"{num_replicas}, {in_groups}",
+            f"{num_replicas}, {condition}",
             "1",
             "Set it to 1: each group is an engine.",
         )
@@ -679,6 +679,7 @@ def _check_policy(pools: Mapping[str, str]) -> Findings:
             "The reference is either inside the policy's processes or a separate role.",
         )
     elif policies and ("rollout" in pools) != (policies == ["actor"]):
+        # The policy `actor` needs the role `rollout` beside it. The others contain the rollout.
         yield ConfigError(
             _KEY,
             got,

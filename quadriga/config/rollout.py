@@ -240,11 +240,10 @@ class RolloutConfig(LogProbConfig):
 
     def _sampling_findings(self, at: str) -> Findings:
         """Yield sampling settings that training cannot learn from, or only inexactly."""
-        greedy = "Training learns from the differences between responses: let it sample."
+        fix = "Training learns from the differences between responses: let it sample."
         if not self.do_sample:
-            yield ConfigError(f"{at}.do_sample", "false", "true", greedy)
+            yield ConfigError(f"{at}.do_sample", "false", "true", fix)
         if self.temperature == 0:
-            fix = greedy
             if self.n > 1:
                 fix += f" All {self.n} responses to a prompt would be the same: no gradient."
             yield ConfigError(f"{at}.temperature", "0", "a number above 0", fix)

@@ -161,8 +161,10 @@ def check_multi_turn(config: Config) -> Findings:
     """Yield contradictions between keys about turns, agents and `mode`, and missing files."""
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
-    has_turns = turns.enable or rollout.agent.agent_loop_path is not None
-    if config.actor_rollout_ref.actor.echo_coeff and (rollout.mode == "sync" or not has_turns):
+    # A user's agent loop may take several turns without `multi_turn`.
+    may_take_turns = turns.enable or rollout.agent.agent_loop_path is not None
+    is_single_turn = rollout.mode == "sync" or not may_take_turns
+    if config.actor_rollout_ref.actor.echo_coeff and is_single_turn:
         yield ConfigError(
             f"{ACTOR}.echo_coeff",
             f"{config.actor_rollout_ref.actor.echo_coeff:g}, with responses of one turn",
@@ -199,11 +201,12 @@ def _check_without_loops(config: Config) -> Findings:
             f"Set {ROLLOUT}.mode=async.",
         )
         return
-    is_sync = f"{ROLLOUT}.mode is sync"
-    yield from notice_unused(rollout.multi_turn.changed_keys(_MULTI_TURN), is_sync)
-    yield from notice_unused(rollout.agent.changed_keys(f"{ROLLOUT}.agent"), is_sync)
+    keys = rollout.multi_turn.changed_keys(_MULTI_TURN)
+    reason = f"{ROLLOUT}.mode is sync"
+    yield from notice_unused(keys, reason)
+    yield from notice_unused(rollout.agent.changed_keys(f"{ROLLOUT}.agent"), reason)
     if rollout.trace_dir:
-        yield from notice_unused([f"{ROLLOUT}.trace_dir"], is_sync)
+        yield from notice_unused([f"{ROLLOUT}.trace_dir"], reason)
 
 
 def _check_agent_loop(config: Config) -> Findings:

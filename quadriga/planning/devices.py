@@ -137,7 +137,7 @@ class Devices:
                 "--devices",
                 got=f"{text!r}",
                 expected=f"a number, x and one of {', '.join(names)}; or cpu",
-                fix=did_you_mean(name, names) or f"Its row can be added to {_TABLE}.",
+                fix=did_you_mean(name, names) or f"Or add a row with its figures to {_TABLE}.",
             )
         return cls(
             name=row["name"],

@@ -287,10 +287,10 @@ def describe_rollout(config: Config, plan: RolePlan) -> str:
     memory = f"its own copy of the weights takes {num_bytes / 1e9:.3g} GB"
     if _reserves_memory(config):
         memory = f"the rollout takes {rollout_share(config):g} of the device"
-    while_training = "and as much while the models train (free_cache_engine=false)"
+    memory_in_training = "as much while the models train (free_cache_engine=false)"
     if config.actor_rollout_ref.rollout.free_cache_engine:
-        while_training = "and none while the models train"
-    return f"on an accelerator {memory} while it generates, {while_training}"
+        memory_in_training = "none while the models train"
+    return f"on an accelerator {memory} while it generates, and {memory_in_training}"
 
 
 def predict_phases(

@@ -219,6 +219,7 @@ def plan_roles(
     roles = {}
     settings = config.actor_rollout_ref.actor.megatron_if_chosen
     for key, section, num_ranks in arranged_roles(config, has_critic=CRITIC in sizes):
+        # The role is not trained, or its section came before: the reference has the actor's.
         if key not in sizes:
             continue
         model = config.critic.model if key == CRITIC else config.actor_rollout_ref.model
@@ -240,8 +241,8 @@ def plan_roles(
                 got=role_plan.unknown_part,
                 expected="a dense decoder with gated MLPs, whose weights are replicated or sharded "
                 "by fsdp_size",
-                fix="There are no formulas for others; `quadriga config explain` gives their "
-                "weights and optimizer.",
+                fix="There are no formulas for others: read `quadriga config explain`, which gives "
+                "their weights and optimizer.",
             )
         roles[key] = role_plan
     return roles
@@ -377,18 +378,20 @@ def describe_plan(plan: Plan, lengths: Lengths) -> Iterator[str]:
         name = f"{role_plan.sizes.num_parameters / 1e6:.1f} M parameters"
         state = "recomputed" if role_plan.recomputes else "kept"
         yield f"{role}: {name}, {role_plan.layout.describe()}, activations {state}"
+    # The memory of each phase, and the largest micro-batches.
     yield ""
     yield "Memory of each rank, GB"
     for phase in plan.phases:
         yield f"  {phase.role.rpartition('.')[2]}, {phase.describe()}"
     largest = plan.largest
     share = largest.total / devices.memory_bytes
-    part = max(largest.parts, key=lambda name: largest.parts[name])
+    largest_part = max(largest.parts, key=lambda name: largest.parts[name])
     verdict = "fits" if plan.fits else "does not fit"
-    yield f"  {verdict}: {share:.0%} of a device, limited by {part} in {largest.name}"
+    yield f"  {verdict}: {share:.0%} of a device, limited by {largest_part} in {largest.name}"
     budget = largest_budget(plan)
-    words = "none fits" if budget is None else str(budget)
-    yield f"  largest ppo_max_token_len_per_gpu that fits: {words}"
+    budget_text = "none fits" if budget is None else str(budget)
+    yield f"  largest ppo_max_token_len_per_gpu that fits: {budget_text}"
+    # The time of each phase.
     yield ""
     yield (
         f"Time of a step, s (prompts of {lengths.prompt:g} tokens, responses of "
@@ -400,10 +403,11 @@ def describe_plan(plan: Plan, lengths: Lengths) -> Iterator[str]:
     slowest = max(plan.time.phases, key=lambda name: plan.time.phases[name])
     yield f"  limited by {slowest}; generation by {plan.time.limit_of_generation}"
     yield from _sources_of_time(plan)
+    # Other layouts or, if none fits, other changes. Each has a name and a plan.
     yield ""
     yield "Layouts that fit, the fastest first"
     candidates = plan_layouts(plan)
-    fitting = [candidate for candidate in candidates if candidate[1].fits][:_NUM_LAYOUTS]
+    fitting = [(name, layout) for name, layout in candidates if layout.fits][:_NUM_LAYOUTS]
     if not fitting:
         name, smallest = min(candidates, key=lambda named_plan: named_plan[1].largest.total)
         yield f"  none; the smallest, {name}: {smallest.largest.describe()}"
