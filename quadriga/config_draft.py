@@ -128,6 +128,7 @@ class ConfigDraft:
         trainer = self.config.trainer
         default = load_config(task=self.task).config.trainer
         keys = ("experiment_name", "default_local_dir")
+        # The user has named the run or its directory.
         if any(getattr(trainer, key) != getattr(default, key) for key in keys):
             return
         # The first number that no earlier run has.

@@ -142,6 +142,7 @@ def own_folder() -> Iterator[str]:
     while lock < 0:
         folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
         # Another process may remove the folder before it is locked, because it looks abandoned.
+        # Then `lock` is -1 again, and another folder is made.
         with suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -138,6 +138,7 @@ def redact_text(text: str) -> str:
         # A name inside a replaced value does not count.
         if match.start() >= end and is_secret(match[1]):
             parts += [text[end : match.end()], HIDDEN]
+            # There is a match: the pattern of the name demands that a value follows.
             end = _VALUE.match(text, match.end()).end()
     return "".join([*parts, text[end:]])
 

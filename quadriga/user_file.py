@@ -119,6 +119,7 @@ def load_reference(name: str, where: str, *, base: type | None = None) -> Any:
     """
     place, _, member_name = name.rpartition(":")
     member = member_of(import_file(place, where), member_name, where, base=base)
+    # Not by `getattr`: a subclass does not have the form of its base class.
     return getattr(member, "__dict__", {}).get("quadriga_form", member)
 
 

@@ -455,15 +455,16 @@ class _ConfigBuilder:
         config = self.validate()
         if for_training and config is not None:
             if not is_verls:
-                config, choice = with_groups(config)
-                notices += [choice] if choice else []
+                config, notice = with_groups(config)
+                if notice:
+                    notices.append(notice)
             # Checks see defaults in place of refused values, so they may report such a key again.
             refused_keys = {problem.where.partition(" (")[0] for problem in self.problems}
             problems, further_notices = training_findings(config, is_verls=is_verls)
             for problem in problems:
                 if spell_key(problem.where, self.task) not in refused_keys:
                     self.problems.append(problem)
-            notices += [spell_text(notice, self.task) for notice in further_notices]
+            notices += [spell_text(text, self.task) for text in further_notices]
         for problem in self.problems:
             respell(problem, self.task)  # in place
         return config

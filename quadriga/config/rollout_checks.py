@@ -67,11 +67,11 @@ def with_groups(config: Config) -> tuple[Config, str]:
         return config, ""
     rollout = policy.rollout.model_copy(update={"n": DEFAULT_GROUP_SIZE})
     policy = policy.model_copy(update={"rollout": rollout})
-    choice = (
+    notice = (
         f"{ROLLOUT}.n: {DEFAULT_GROUP_SIZE} responses to each prompt, because "
         f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares them."
     )
-    return config.model_copy(update={"actor_rollout_ref": policy}), choice
+    return config.model_copy(update={"actor_rollout_ref": policy}), notice
 
 
 def check_rollout(config: Config) -> Findings:
