@@ -258,6 +258,7 @@ class ConfigDraft:
             missing = [column for column in text_columns if _is_missing(row.get(column))]
             row = {**row, **dict.fromkeys(missing)}
             completed.append(self._add_trainer_columns(row) if self.task == "rl" else row)
+        # The format of supervised rows follows from their columns, unless the caller has set it.
         if self.task != "rl" and "response" in completed[0] and "messages" not in completed[0]:
             self.values.setdefault("data.format", "prompt_response")
         file = write_data_file(

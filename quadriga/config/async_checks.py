@@ -116,6 +116,7 @@ def _check_engine(config: Config) -> Findings:
             expected,
             f"{rollout.engine_title}'s numbers depend on which requests it computes together.",
         )
+    # In the calling process several engines are refused by the rollout's own findings.
     num_replicas = rollout.data_parallel_size
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
         yield _async_error(
@@ -185,8 +186,8 @@ def _stale_notices(config: Config) -> Iterator[str]:
     correction = config.algorithm.rollout_correction
     # `save_minutes` is only read by runs that generate and train in turns. So with its default this
     # run saves nothing before its end.
-    saves_by_default = trainer.save_freq == -1 and trainer.save_minutes
-    if saves_by_default or trainer.save_freq == AT_THE_END:
+    expects_save_minutes = trainer.save_freq == -1 and trainer.save_minutes
+    if expects_save_minutes or trainer.save_freq == AT_THE_END:
         yield (
             "trainer.save_freq: without it an asynchronous run writes no checkpoint on the way. "
             "If it is killed, all its steps are lost: set trainer.save_freq=N."

@@ -376,6 +376,7 @@ def _check_groups(config: Config) -> Findings:
             "true: the ranks of a group must sample with the same seed for each response",
             "Set it to true, or tensor_model_parallel_size to 1.",
         )
+    # In the calling process several engines are refused by the rollout's own findings.
     num_replicas = rollout.data_parallel_size
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
         yield ConfigError(
