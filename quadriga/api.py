@@ -330,7 +330,7 @@ class Run:
     Args:
         directory: directory with the results of `quadriga train` or `quadriga sft`.
         callbacks: functions that `resume` calls with the `TrainingStep` after each step.
-        config: configuration of the run. None: it is read from the directory on first use.
+        config: the resolved configuration. None: it is read from the directory on first use.
 
     Raises:
         ConfigError: the directory is not that of a run.

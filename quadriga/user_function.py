@@ -43,7 +43,7 @@ _PICKLING_ERRORS = (
 
 
 def source_of(*functions: Any) -> str:
-    """Describe functions by their names and files, such as "grade of /home/me/train.py"."""
+    """Describe functions by their names and files, such as "grade of train.py"."""
     sources = []
     for function in functions:
         if hasattr(function, "__code__"):

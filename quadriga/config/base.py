@@ -124,7 +124,7 @@ def fill_preset(values: Any, presets: Mapping[str, Mapping[str, Any]]) -> Any:
     Args:
         values: values of the section, of which `preset` names the preset. Without a known preset,
             they are returned as they are, for validation to refuse.
-        presets: keys and values of each preset, by its name.
+        presets: the keys of each preset with their values, by name of the preset.
     """
     preset = values.get("preset") if isinstance(values, dict) else None
     return fill_missing(values, presets.get(preset, {})) if isinstance(preset, str) else values

@@ -350,7 +350,7 @@ def has_shards(config: Config) -> bool:
 def sends_parts(config: Config) -> bool:
     """Whether every rank of the trainer sends its part of each weight to a rollout group.
 
-    This is about a rollout in another pool. Otherwise the first rank sends whole weights, with an
+    This is about a rollout in another pool. Otherwise the first rank sends full tensors, with an
     adapter merged into them or sent separately.
     """
     if has_shards(config):
