@@ -93,17 +93,17 @@ class TrainerSettings(Settings, total=False):
 
 
 def _with_settings(**defaults: Any) -> Callable[[_Function], _Function]:
-    """Decorator: show the settings in the signature of a function with `**settings`.
+    """Decorator: list all settings in the signature of a function whose last one is `**settings`.
 
-    `help` and tab completion read the signature.
+    Only `help` and tab completion read this signature; calls of the function do not change.
 
     Args:
-        defaults: defaults of settings; those of other settings are None.
+        defaults: the defaults to show, by name of the setting; None is shown for all others.
     """
 
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        *parameters, _ = signature.parameters.values()
+        *parameters, _ = signature.parameters.values()  # the last one is `**settings`
         for name, annotation in TrainerSettings.__annotations__.items():
             if name not in signature.parameters:
                 default = defaults.get(name)
@@ -154,17 +154,18 @@ class Trainer:
         known_names = list(Settings.__annotations__)
         unknown_names = settings.keys() - known_names
         if unknown_names:
-            name = min(unknown_names)
+            unknown_name = min(unknown_names)
+            advice = _ADVICE_BY_NAME_IN_TRL.get(unknown_name)
             raise ConfigError(
                 "quadriga",
-                got=f"the argument {name!r}",
+                got=f"the argument {unknown_name!r}",
                 expected=f"one of {', '.join(known_names)}",
-                fix=_ADVICE_BY_NAME_IN_TRL.get(name) or did_you_mean(name, known_names),
+                fix=advice or did_you_mean(unknown_name, known_names),
             )
         estimator = settings.get("estimator")
         algorithm = settings.get("algorithm")
         name = settings.get("name")
-        # Both set the same key.
+        # Both would set `algorithm.adv_estimator`.
         if estimator is not None and algorithm is not None:
             raise ConfigError(
                 "estimator",
@@ -191,7 +192,7 @@ class Trainer:
             "actor_rollout_ref.actor.policy_loss.loss_mode", settings.get("loss"), "loss"
         )
         draft.set_reward(reward)
-        # After the reward, which decides which columns of the rows are needed.
+        # The reward is set first, because it decides which columns the rows must have.
         num_rows = draft.set_rows("data.train_files", data)
         draft.set_rows("data.val_files", settings.get("eval_data"))
         draft.set_defaults(num_rows)
@@ -203,16 +204,18 @@ class Trainer:
         callbacks: Sequence[Callable[[TrainingStep], Any]],
         sources: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Set the attributes.
+        """Set the attributes. Neither processes nor models are started yet.
 
         Args:
             config: resolved configuration.
-            callbacks: functions that are called after each step.
-            sources: the caller's names for written files (`ConfigDraft.sources`), for errors.
+            callbacks: functions that are called with the `TrainingStep` after each step.
+            sources: for each file that was written for rows of the caller, the name that errors
+                show in its place (`ConfigDraft.sources`).
         """
         self.config = config
         self._sources = sources
         self.callbacks = list(callbacks)
+        # The generator of the run. It yields the state before the first step, then each step.
         self._steps = launch.steps(config, in_python=True)
         self._loop: TrainingLoop | None = None
         # Ends the run's processes even if `close` is never called.
@@ -242,6 +245,7 @@ class Trainer:
         It has the worker groups and the parts of a step: `actor`, `generate`, `compute_advantages`.
         """
         if self._loop is None:
+            # The first item is the state before the first step, so no step is lost.
             self._loop = self._next_item().loop
         return self._loop
 
@@ -249,23 +253,28 @@ class Trainer:
         return self
 
     def __next__(self) -> TrainingStep:
-        """Take the next step. Steps that the run skips are not returned."""
+        """Take the next step. Skipped steps are neither returned nor passed to callbacks."""
         while True:
             step = self._next_item()
-            # A step without a batch was skipped, or is the state before training.
+            # An item without a batch is a skipped step, or the state before the first one.
             if step.batch is not None:
                 self._finish_step(step, self.callbacks)
                 return step
             self._loop = step.loop
-            # Step 0 is the state before training.
+            # 0 stands for the state before the first step. A skipped step may be the last one, after
+            # which the model is written.
             if step.number:
-                self._finish_step(step, [])
+                self._finish_step(step, callbacks=[])
 
     def _finish_step(
         self, step: TrainingStep, callbacks: Sequence[Callable[[TrainingStep], Any]]
     ) -> None:
-        """Write the model after the last step, and call the callbacks. Their errors end the run."""
+        """Write the model after the last step, and call the callbacks.
+
+        An error here, such as one of a callback, ends the run.
+        """
         try:
+            # The loop of a supervised task writes the model itself.
             if step.loop.is_last_step and self.config.task == "rl":
                 step.loop.write_model()
             for callback in callbacks:
@@ -275,14 +284,17 @@ class Trainer:
             raise
 
     def _raise_in_run(self, error: BaseException) -> None:
-        """Raise an error inside the run, so that it ends just as after its own errors."""
+        """Raise an error inside the run's generator: the run ends as after an error of its own."""
         with quiet_interrupt(is_reported=True):
             self._steps.throw(error)
 
     def _next_item(self) -> TrainingStep:
-        """Take the next item of the run, a finished step or the state before training.
+        """Take the next item of the run: a finished step, or the state before the first one.
 
-        Errors name the caller's arguments in place of files that were written for them.
+        Raises:
+            StopIteration: the run has ended.
+            QuadrigaError: the run has failed. The message names the caller's arguments in place of
+                files that were written for them, and keys as the task spells them.
         """
         try:
             with quiet_interrupt(is_reported=True):
@@ -305,7 +317,8 @@ class Trainer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # An interrupt of the caller's own code ends the run as one during a step does.
+        # The run does not see an interrupt of the caller's own code, but must end as interrupted.
+        # One that arrived during a step is an `Interrupted`, and has ended the run already.
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
             self._raise_in_run(error)
         self.close()
@@ -317,7 +330,7 @@ class Run:
     Args:
         directory: directory with the results of `quadriga train` or `quadriga sft`.
         callbacks: functions that `resume` calls with the `TrainingStep` after each step.
-        config: its configuration. None: the one in the directory.
+        config: the resolved configuration. None: it is read from the directory on first use.
 
     Raises:
         ConfigError: the directory is not that of a run.
@@ -332,7 +345,7 @@ class Run:
         self.directory = Path(directory).expanduser()
         self.callbacks = list(callbacks)
         if config is not None:
-            self.config = config
+            self.config = config  # replaces the cached property, so no file is read
         elif not (self.directory / CONFIGURATION).is_file():
             got = f"a folder without {CONFIGURATION}" if self.directory.is_dir() else "no folder"
             raise ConfigError(str(self.directory), got=got, expected="the directory of a run")
@@ -384,6 +397,7 @@ class Run:
             DataError: the run has not recorded the step.
         """
         folder = RunFolder(self.directory)
+        # By step, a function that reads the recorded responses.
         responses = folder.responses if folder.has_training_responses else {}
         if step not in responses:
             expected = "a run that records its rollouts (trainer.rollout_record)"
@@ -425,10 +439,10 @@ class Run:
         metrics = self.metrics
         known_names = list(map(str, metrics))
         if not names:
-            # The first headline that was measured: the reward, or the loss.
             headlines = (name for line in HEADLINES for name in line.sources)
             measured = [name for name in headlines if name in known_names]
             validations = [name for name in known_names if name.startswith(VALIDATION_PREFIXES)]
+            # The first headline of this run is the reward, or the loss of a supervised task.
             names = (*measured[:1], *validations)
         for name in names:
             if name not in known_names:
@@ -498,7 +512,7 @@ _loaded_models = weakref.WeakKeyDictionary[PreTrainedModel, tuple[Path, int]]()
 
 
 def _num_changes(model: PreTrainedModel) -> int:
-    """Number of in-place changes of a model's weights so far."""
+    """Number of in-place changes of a model's weights so far; PyTorch counts them per tensor."""
     return sum(tensor._version for tensor in model.state_dict().values())
 
 
@@ -675,7 +689,7 @@ def evaluate(
     Args:
         model: Hugging Face folder or name, directory or checkpoint of a run, or a `Run`, whose
             configuration is then the default, as with `quadriga eval RUN --config RUN/config.yaml`.
-            Secrets that the run does not write down are given in `options` if they are needed.
+            The files of a run have no secrets: give those that the evaluation needs in `options`.
         data: validation rows, as for `train`. None: those of `data.val_files`.
         reward: as for `train`. None: the reward of the run, or that of `config` and `options`.
         config: configuration file, or several, which overrides a run's configuration.
@@ -698,7 +712,7 @@ def evaluate(
             grades = frozen.evaluate(draft.load())
         except QuadrigaError as error:
             raise name_sources(error, draft.sources) from error.__cause__
-    # The first response to each prompt.
+    # A row for the first response to each prompt, by the prompt's uid.
     samples = {}
     for response in grades.rows:
         samples.setdefault(response["uid"], _sample_row(response))
@@ -706,7 +720,12 @@ def evaluate(
 
 
 def _sample_row(response: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a row of a table of a graded response, with the columns of its data row."""
+    """Make the row of `Evaluation.samples` for a graded response.
+
+    Args:
+        response: the graded response. Its entry `row` is the data row of the prompt, whose columns
+            are added unless the response has an entry of the same name.
+    """
     hidden = ("uid", "output_with_special_tokens", "row")
     sample = {name: value for name, value in response.items() if name not in hidden}
     columns = response.get("row") or {}
@@ -727,18 +746,19 @@ def _frozen_defaults(run: Run) -> dict[str, Any]:
     """Sections of a run's configuration that are the defaults of `evaluate` and `generate`.
 
     Returns:
-        All sections, without secrets, which the run's files do not have, and without the group size
-        and the folder of validation rows, which are for training. {} unless the run trained with
-        rewards.
+        All sections, but no secrets, and neither `rollout.n` nor `trainer.validation_data_dir`,
+        which are about the training. {} if the run is of a supervised task.
     """
+    # Whether the configuration is in memory already: given to `Run`, or read before.
     if "config" in vars(run):
         sections = run.config.model_dump(mode="json", exclude_unset=True)
     else:
+        # Not through `run.config`, which refuses a file in which secrets are hidden.
         problems = []
         sections, _ = read_yaml(run.directory / CONFIGURATION, problems)
         if problems:
             raise problems[0]
-    # Keys of supervised tasks have another meaning for generation.
+    # Settings of supervised tasks, such as lengths, have another meaning for generation.
     if sections.pop("task", "rl") != "rl":
         return {}
     sections = remove_hidden(sections)

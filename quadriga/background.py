@@ -94,25 +94,32 @@ class Restarts(Generic[T]):
     def __init__(self, start: Callable[[int], T], name: str) -> None:
         self._start = start
         self._name = name
-        # By number of the component:
-        self._due: dict[int, float] = {}  # time at which its restart begins (`time.monotonic`)
-        self._running: dict[int, Future[T]] = {}  # restarts that have begun
-        self._num_in_a_row = Counter[int]()  # requests since the last call of `reset_pause`
+        # All three are by the number of a component.
+        # The earliest time at which its restart begins, of `time.monotonic`.
+        self._due: dict[int, float] = {}
+        # Restarts that have begun and that `ended` has not returned.
+        self._running: dict[int, Future[T]] = {}
+        # Requests since the last call of `reset_pause`.
+        self._num_in_a_row = Counter[int]()
 
     def request(self, number: int) -> None:
-        """Restart a component, at once or after its pause, without waiting for it."""
-        num_before = self._num_in_a_row[number]
+        """Request the restart of a component, now or after its pause. Does not wait for it."""
+        num_earlier = self._num_in_a_row[number]
         self._num_in_a_row[number] += 1
         pause_s = 0.0
-        if num_before:
-            pause_s = min(FIRST_PAUSE_S * 2 ** (num_before - 1), LONGEST_PAUSE_S)
+        if num_earlier:
+            pause_s = min(FIRST_PAUSE_S * 2 ** (num_earlier - 1), LONGEST_PAUSE_S)
         self._due[number] = time.monotonic() + pause_s
         self._begin_due_restarts()
 
     def ended(self) -> dict[int, Future[T]]:
-        """Return the restarts that have ended since the last call, with a result or an error."""
+        """Begin the restarts that are due, and return those that have ended since the last call.
+
+        Returns:
+            By number of the component, the future of its restart, with a result or an error.
+        """
         self._begin_due_restarts()
-        done = {number: start for number, start in self._running.items() if start.done()}
+        done = {number: restart for number, restart in self._running.items() if restart.done()}
         for number in done:
             del self._running[number]
         return done
@@ -124,15 +131,20 @@ class Restarts(Generic[T]):
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the restarts that have begun, whether they succeed or fail.
 
+        Args:
+            timeout_s: limit of the wait for each of them in seconds; None: no limit.
+
         Raises:
             TimeoutError: a restart took longer than `timeout_s`.
         """
-        for start in self._running.values():
-            start.exception(timeout_s)
+        for restart in self._running.values():
+            restart.exception(timeout_s)  # waits, and returns an error instead of raising it
 
     def stop(self) -> dict[int, Future[T]]:
-        """Cancel the restarts that have not begun. Wait for the others, and return them."""
-        # Cancelled, because nobody would close the components that they start.
+        """Cancel the restarts that have not begun. Wait for those that have, and return them.
+
+        The caller closes the components that these restarts return.
+        """
         self._due.clear()
         self.wait()
         return self.ended()
@@ -143,8 +155,8 @@ class Restarts(Generic[T]):
         due_numbers = [number for number, due in self._due.items() if due <= now]
         for number in due_numbers:
             del self._due[number]
-            start = partial(self._start, number)
-            self._running[number] = in_background(start, f"{self._name} {number}")
+            start_component = partial(self._start, number)
+            self._running[number] = in_background(start_component, f"{self._name} {number}")
 
 
 class EventLoopThread:

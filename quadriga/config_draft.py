@@ -56,13 +56,22 @@ ConfigFiles = str | Path | Sequence[str | Path]
 
 
 class ConfigDraft:
-    """A configuration under construction.
+    """A configuration under construction. `load` returns the finished one.
+
+    Args:
+        model: folder or name of the model; None: the one of the configuration.
+        defaults: sections that the configuration files override.
+        values: keys of the caller's arguments, which override the files. None is no value.
+        config: the configuration files.
+        options: further keys, which override all others.
+        task: "rl", "sft" or "reward_model".
+        is_frozen: whether the model is used without training.
 
     Attributes:
-        values: keys that override the configuration files.
-        is_frozen: whether the model is used without training.
-        defaults: sections that files and keys override.
-        config: the configuration at construction: that of files, arguments and options.
+        files: the configuration files.
+        values: keys that override the files: those of `values` and `options`, and those that were
+            set or chosen since.
+        config: the configuration at construction, without what was set since.
         directory: folder for the files with rows and functions.
         reward: the reward functions; None if they are not functions of this program.
         sources: for each file that was written for rows of the caller, the name of these rows in
@@ -119,6 +128,7 @@ class ConfigDraft:
         trainer = self.config.trainer
         default = load_config(task=self.task).config.trainer
         keys = ("experiment_name", "default_local_dir")
+        # The user has named the run or its directory.
         if any(getattr(trainer, key) != getattr(default, key) for key in keys):
             return
         # The first number that no earlier run has.
@@ -135,9 +145,9 @@ class ConfigDraft:
 
         Args:
             key: the configuration key.
-            function: a function, which is written to a file, or the name of one. None: the key is
-                not set.
-            label: name of the argument, for errors and for the file.
+            function: a function, which is written to a file; or a name that the key accepts, such
+                as that of a registered function. None: the key is not set.
+            label: name of the caller's argument, for errors and for the file.
 
         Raises:
             ConfigError: other processes need the function, but it cannot be pickled.
@@ -158,11 +168,13 @@ class ConfigDraft:
     def set_reward(self, reward: Reward | None) -> None:
         """Set the keys of the reward, and decide in which processes its functions run.
 
+        Functions run in this process if they cannot be pickled, else in separate ones.
+
         Args:
             reward: the caller's argument. None: the reward of the configuration.
         """
         if reward is None:
-            # The reward of an earlier run's configuration may be functions of that run's program.
+            # The reward of an earlier run may be functions that its program wrote to a file.
             section = self.config.custom_reward_function
             if section.path is not None and section.name == NAME:
                 module = import_file(section.path, "custom_reward_function.path")
@@ -174,6 +186,7 @@ class ConfigDraft:
         for key in ("reward_manager", "reward_kwargs"):
             self.defaults.get("reward_model", {}).pop(key, None)
         if isinstance(reward, str | Path):
+            # `file.py:function`. Without a colon the whole text is in `name`.
             path, _, name = str(reward).rpartition(":")
             self.values["custom_reward_function.path"] = path or name
             if path:
@@ -188,7 +201,7 @@ class ConfigDraft:
         self.values["custom_reward_function.path"] = file
         self.values["custom_reward_function.name"] = NAME
         if obstacle:
-            # Other processes cannot load the functions.
+            # Other processes cannot load the functions, so a manager calls them in this one.
             self.values["reward_model.reward_manager"] = "in_process"
             self.values["reward_model.reward_kwargs"] = {"is_batch": is_batch}
             print(
@@ -200,17 +213,20 @@ class ConfigDraft:
         print(f"reward: {names}, in separate processes: changes to global state are not shared")
 
     def set_rows(self, key: str, rows: Rows | None) -> int:
-        """Set a key to the files with the rows; a file is written if the trainer needs another one.
+        """Set a key to files with the rows.
+
+        The caller's own files are used if they have all columns that the trainer reads. Other rows
+        are completed, and written to a new file.
 
         Args:
             key: "data.train_files" or "data.val_files".
             rows: the caller's argument. None: the files that the configuration names, if any.
 
         Returns:
-            The number of rows.
+            The number of rows; 0 if neither the caller nor the configuration names any.
 
         Raises:
-            DataError: there are no rows, or one of them is not a dictionary.
+            DataError: there are no rows, one of them is not a dictionary, or a column is missing.
         """
         name = key.rpartition(".")[2]
         source = rows
@@ -225,7 +241,7 @@ class ConfigDraft:
             if len(entries) == 1:
                 label = str(entries[0])
             dictionaries, num_rows = self._read_if_incomplete(source, key)
-            # The trainer reads the files itself.
+            # The files are complete, so the trainer reads them itself.
             if not dictionaries:
                 self.values[key] = source
                 return num_rows
@@ -235,14 +251,14 @@ class ConfigDraft:
         if not dictionaries:
             raise DataError(label, got="no rows", expected="at least one")
         self._check_rows(dictionaries, label)
-        # In a text column, pandas writes NaN for a missing text, which must not become the text
-        # "NaN".
+        # pandas has NaN for a missing text. It becomes None here, so as not to become "NaN" later.
         text_columns = {*self.config.data.chat_columns, self.config.data.response_key}
         completed = []
         for row in dictionaries:
             missing = [column for column in text_columns if _is_missing(row.get(column))]
             row = {**row, **dict.fromkeys(missing)}
             completed.append(self._add_trainer_columns(row) if self.task == "rl" else row)
+        # The format of supervised rows follows from their columns, unless the caller has set it.
         if self.task != "rl" and "response" in completed[0] and "messages" not in completed[0]:
             self.values.setdefault("data.format", "prompt_response")
         file = write_data_file(
@@ -283,11 +299,15 @@ class ConfigDraft:
             )
 
     def _to_dictionaries(self, rows: Any) -> list[Any]:
-        """Convert rows to dictionaries, without the nulls that tables add to chats."""
+        """Convert rows to dictionaries.
+
+        A table gives all messages of its chats the same fields, and null to those that lack one.
+        Such fields are removed.
+        """
         if isinstance(rows, pd.DataFrame):
             dictionaries = rows.to_dict("records")
         elif isinstance(rows, datasets.Dataset):
-            # The Arrow format has images as they are stored, as bytes.
+            # This format does not decode images: they stay bytes, as they are stored.
             dictionaries = rows.with_format("arrow")[:].to_pylist()
         else:
             return list(rows)
@@ -297,6 +317,10 @@ class ConfigDraft:
 
     def _read_if_incomplete(self, files: Any, key: str) -> tuple[list[dict[str, Any]], int]:
         """Read the rows of files, unless the trainer can use the files as they are.
+
+        With reward functions of this program, files may lack columns that the trainer reads, and
+        functions may read columns that must be copied into `extra_info`. Without such functions the
+        files are used as they are.
 
         Args:
             files: a file or several.
@@ -321,6 +345,10 @@ class ConfigDraft:
 
         If a reward function reads columns by their names, `extra_info` gets a copy of all columns
         as its entry `ROW`.
+
+        Raises:
+            ConfigError: a reward function has an argument that is no column of the row.
+            DataError: a reward function needs the ground truth, and the row has none.
         """
         complete = {
             self.config.data.reward_fn_key: "rows",
@@ -328,7 +356,7 @@ class ConfigDraft:
             **row,
         }
         truth = complete["reward_model"]
-        # A missing truth is left out, so that graders that need one report it.
+        # A missing truth is left out rather than NaN, so that graders which need one report it.
         if isinstance(truth, Mapping) and _is_missing(truth.get("ground_truth")):
             complete["reward_model"] = {
                 key: value for key, value in truth.items() if key != "ground_truth"
@@ -361,19 +389,20 @@ class ConfigDraft:
         Args:
             num_rows: number of training rows; 0 if unknown.
         """
-        # Loaded again, because arguments such as the estimator have been set since.
-        config, choice = with_groups(self._load_config().config)
+        # Loaded again, because `self.config` lacks arguments that were set since, such as the
+        # estimator, on which the size of a group depends.
+        config, notice = with_groups(self._load_config().config)
         trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))
-        # Runs in lockstep save by time: trainer.save_minutes.
+        # Only an asynchronous run needs it: others save by time (trainer.save_minutes).
         if "save_freq" not in trainer.model_fields_set and config.async_training.enable:
             self.values["trainer.save_freq"] = AT_THE_END
         if self.task != "rl":
             return
         num_responses = config.actor_rollout_ref.rollout.n
-        if choice:
+        if notice:
             self.values["actor_rollout_ref.rollout.n"] = num_responses
-            print(choice)
+            print(notice)
         size = config.data.train_batch_size
         if "train_batch_size" not in config.data.model_fields_set and num_rows:
             size = self._choose_batch_size(num_rows, num_responses)
@@ -387,7 +416,7 @@ class ConfigDraft:
         """Choose the number of prompts in a step for the processors of this machine, and print it.
 
         Args:
-            num_rows: number of training rows, which is the maximum.
+            num_rows: number of training rows. A step does not have more prompts.
             num_responses: responses to each prompt.
         """
         trainer = self.config.trainer

@@ -22,7 +22,7 @@ class Declaration:
     """Fields and options of a registered function.
 
     Attributes:
-        fields: batch fields that it reads.
+        fields: batch fields that the function reads.
         options: keyword-only parameters with a default other than None, which users set in
             `adv_options` or next to `loss_mode`. Parameters without a default are not included:
             they take the value of the key of that name in `algorithm` or
@@ -70,10 +70,13 @@ def _read_source(text: str, decorator: str) -> Iterator[tuple[str, Declaration]]
 
 
 def _read_declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
-    """Read a declaration from a function and the call of its decorator."""
+    """Read a declaration from a function and the call of its decorator.
+
+    `required_fields` and `options` of the registry find the same in a loaded function.
+    """
     arguments = function.args
-    # As `required_fields` and `options` of the registry find them in a loaded function.
     fields = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    # `kw_defaults` has None for a parameter without a default.
     options = [
         argument.arg
         for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
@@ -84,7 +87,11 @@ def _read_declaration(function: ast.FunctionDef, call: ast.Call) -> Declaration:
 
 
 def loss_options() -> dict[str, tuple[str, ...]]:
-    """Options of each policy loss, including those of the batch columns that it reads."""
+    """Options of each policy loss, by its name.
+
+    Some fields that a loss reads are computed by functions with options of their own
+    (`register_batch_column`). These options are included.
+    """
     columns = read_declarations("register_batch_column")
     options = {}
     for name, loss in read_declarations("register_policy_loss").items():

@@ -75,19 +75,21 @@ def supervise(lifeline_fd: int) -> None:
     wake_fd, note_fd = os.pipe()
     child = os.fork()
     if child:
-        _run_supervisor(child, driver, lifeline_fd, wake_fd, note_fd)
+        _run_supervisor(child, driver, lifeline_fd, wake_fd, note_fd)  # does not return
     for fd in (lifeline_fd, wake_fd, note_fd):
         os.close(fd)
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The supervisor may have died before the option was set.
     if os.getppid() != supervisor:
         os._exit(1)
     # Some systems refuse the next two steps, which are not essential.
     with suppress(OSError):
+        # The highest score: killed first when memory runs out.
         Path("/proc/self/oom_score_adj").write_bytes(b"1000")
     with suppress(OSError):
         if group is not None:
-            (group / "cgroup.procs").write_bytes(b"0")
+            (group / "cgroup.procs").write_bytes(b"0")  # 0 stands for the process that writes
 
 
 def descendants(root: int) -> list[int]:
@@ -95,6 +97,7 @@ def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = defaultdict(list)
     for pid in _all_pids():
         fields = stat_of(pid)
+        # The process may have ended since it was listed.
         if fields[0] != b"X":
             parent = int(fields[1])
             children[parent].append(pid)
@@ -139,6 +142,7 @@ def own_folder() -> Iterator[str]:
     while lock < 0:
         folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
         # Another process may remove the folder before it is locked, because it looks abandoned.
+        # Then `lock` is -1 again, and another folder is made.
         with suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -159,7 +163,7 @@ def remove_stale_folders() -> None:
         # The folder may be another user's, or another process may have removed it.
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with suppress(BlockingIOError):
+            with suppress(BlockingIOError):  # its owner, which holds the lock, is alive
                 if os.fstat(lock).st_uid == os.geteuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     _remove_folder(str(path))
@@ -210,9 +214,9 @@ def start_beside(
 class Guardian:
     """Ends all processes that this process starts from now on, at `close` or when this one ends.
 
-    A separate process lists the descendants every second. It recognizes processes that are no
-    longer descendants by a mark in their environment. A file of shared memory is removed once all
-    processes that had mapped it have ended.
+    A separate process, the guardian, lists the descendants of this one every second. It recognizes
+    those whose parent has ended by a mark in the environment, which all of them inherit. A file of
+    shared memory is removed once all processes that had mapped it have ended.
 
     Args:
         folder: folder to remove at the end; "": none.
@@ -224,18 +228,26 @@ class Guardian:
         self._lifeline, guardian_end = socket.socketpair()
         with guardian_end:
             fd = guardian_end.fileno()
+            # Descendants that the guardian must not end.
             before = {pid: start_time_of(pid) for pid in descendants(os.getpid())}
             self.process = start_beside(
                 "_guard", fd, os.getpid(), before, mark, folder, pass_fds=(fd,)
             )
 
     def close(self) -> None:
-        """End all remaining processes, and wait until they have ended."""
+        """End all remaining processes but the late programs, and wait until they have ended.
+
+        Late programs (`_LATE_PROGRAMS`) end after this process has ended.
+
+        Raises:
+            TimeoutError: the guardian did not reply within three times `_SWEEP_LIMIT_S`.
+        """
         with self._lifeline as lifeline:
             lifeline.settimeout(3 * _SWEEP_LIMIT_S)
+            # The guardian itself may have been killed.
             with suppress(BrokenPipeError, ConnectionResetError):
                 lifeline.sendall(b"x")
-                lifeline.recv(1)
+                lifeline.recv(1)  # the guardian's reply
 
 
 def shared_memory(pids: set[int]) -> set[Path]:
@@ -277,7 +289,7 @@ def _guard(lifeline_fd: int, root: int, before: dict[int, bytes], mark: str, fol
     while not poll.poll(1000 * _POLL_S) and os.getppid() == root:
         guarded.record_processes()
     guarded.end()
-    # `Guardian.close` waits for this byte.
+    # The reply that `Guardian.close` waits for.
     with suppress(BrokenPipeError):
         lifeline.sendall(b"x")
     # Late programs are needed until the guarded process has ended, and get time to finish then.
@@ -310,7 +322,7 @@ class _Guarded:
 
     def record_processes(self) -> None:
         """Record new processes and shared memory. Remove memory whose processes have all ended."""
-        # Remembered, because a process whose parent has ended is no longer a descendant.
+        # Remembered, because a process is no longer found as a descendant once its parent has ended.
         self._known |= {pid: start_time_of(pid) for pid in descendants(self._root)}
         self._known = _living_among(self._known)
         # The file system may not exist, or a file may have disappeared.
@@ -320,6 +332,7 @@ class _Guarded:
             new_files = {
                 Path(entry) for entry in entries if now - entry.stat().st_ctime < _NEW_FILE_AGE_S
             }
+            # Looking for the owners of files takes long, so it is only done for new ones.
             pids = self._pids() if new_files else set()
             for pid in pids:
                 for file in shared_memory({pid}) & new_files:
@@ -327,9 +340,9 @@ class _Guarded:
         unowned = [file for file, owners in self._memory.items() if not _living_among(owners)]
         for file in unowned:
             # Another process may have mapped the file after it stopped being new.
-            pids = [pid for pid in _all_pids() if file in shared_memory({pid})]
-            if pids:
-                self._memory[file] = {pid: start_time_of(pid) for pid in pids}
+            late_owners = [pid for pid in _all_pids() if file in shared_memory({pid})]
+            if late_owners:
+                self._memory[file] = {pid: start_time_of(pid) for pid in late_owners}
             else:
                 del self._memory[file]
                 file.unlink(missing_ok=True)
@@ -338,8 +351,8 @@ class _Guarded:
         """Kill the processes and remove their shared memory.
 
         Args:
-            with_late_programs: whether to kill `_LATE_PROGRAMS` too, after a third of the time
-                limit, which lets them end by themselves.
+            with_late_programs: whether to wait until `_LATE_PROGRAMS` have ended as well. They are
+                killed after a third of the time limit, in which they can end by themselves.
         """
         until = time.monotonic() + _SWEEP_LIMIT_S
         late_until = time.monotonic() + _SWEEP_LIMIT_S / 3
@@ -357,7 +370,8 @@ class _Guarded:
             victims = pids
             if not with_late_programs or time.monotonic() < late_until:
                 victims = pids - late_pids
-            # Their memory is listed before they are killed: afterwards the kernel no longer lists it.
+            # Before they are killed: afterwards the kernel no longer lists the memory that they have
+            # mapped.
             for file in shared_memory(victims):
                 self._memory[file] = {}
             # All are stopped first, so that none sees the end of another one and replaces it.
@@ -397,10 +411,13 @@ def _processes_of_session(folder: str) -> set[int]:
     for pid in _all_pids():
         # The process may have ended, or be another user's.
         with suppress(OSError):
-            files = Path(f"/proc/{pid}/fd")
-            # A worker of Ray is recognized by any open file, other processes only by their output.
+            fd_folder = Path(f"/proc/{pid}/fd")
+            # Of a worker of Ray any open file counts. Of other processes only standard output and
+            # error do: a user's program may read a file there.
             is_ray_worker = _read_proc_file(pid, "cmdline").startswith(b"ray::")
-            candidates = files.iterdir() if is_ray_worker else (files / "1", files / "2")
+            candidates = (
+                fd_folder.iterdir() if is_ray_worker else (fd_folder / "1", fd_folder / "2")
+            )
             if any(os.readlink(file).startswith(f"{folder}/") for file in candidates):
                 pids.add(pid)
     return pids
@@ -425,7 +442,7 @@ def _living_among(processes: dict[int, bytes]) -> dict[int, bytes]:
     """Select the processes that have not ended.
 
     Args:
-        processes: start times by process id.
+        processes: start times by process id; b"" for a process that had ended when it was recorded.
     """
     return {pid: start for pid, start in processes.items() if start and start_time_of(pid) == start}
 
@@ -444,13 +461,17 @@ def _read_proc_file(pid: int, name: str) -> bytes:
 
 def stat_of(pid: int) -> list[bytes]:
     """Fields of /proc/PID/stat, beginning with the state; only `X` if there is no such process."""
-    # The id and the name precede them. The name is in parentheses, and may have some itself.
+    # The file begins with the id and the name. The name is in parentheses, and may contain some.
     return _read_proc_file(pid, "stat").rpartition(b")")[2].split() or [b"X"]
 
 
 def start_time_of(pid: int) -> bytes:
-    """Start time of a process, which tells it from later ones with its id; b"" if it has ended."""
+    """Start time of a process in clock ticks since the boot; b"" if it has ended.
+
+    Ids are reused, but no two processes have the same id and start time.
+    """
     fields = stat_of(pid)
+    # Z: it has ended, but its parent has not collected the status. Field 19 is the start time.
     return b"" if fields[0] in b"ZX" else fields[19]
 
 
@@ -471,7 +492,7 @@ def _run_supervisor(child: int, driver: int, lifeline_fd: int, wake_fd: int, not
         driver: id of this process's parent.
         lifeline_fd: pipe from the driver.
         wake_fd: pipe that wakes this process when a child has ended.
-        note_fd: the pipe's other end, to which signals are written.
+        note_fd: the other end of `wake_fd`, to which Python writes a byte for each signal.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -493,6 +514,7 @@ def _run_supervisor(child: int, driver: int, lifeline_fd: int, wake_fd: int, not
     is_over = False
     while not is_over:
         _reap_children(ends)
+        # The descriptors that can be read.
         ready = []
         if child not in ends:
             ready = [fd for fd, _ in poll.poll(1000 * _POLL_S)]
@@ -512,10 +534,10 @@ def _run_supervisor(child: int, driver: int, lifeline_fd: int, wake_fd: int, not
     end_group(os.getpid())
     remove_stale_folders()
 
-    # End in the same way as the child.
+    # End in the same way as the child. One that has not been collected counts as killed.
     code = os.waitstatus_to_exitcode(ends.get(child, signal.SIGKILL))
     if code < 0:
-        # Die of the same signal as the child, without a core file of this process.
+        # A negative code is a signal. Die of the same one, without a core file of this process.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
@@ -557,6 +579,7 @@ def _control_group_of(supervisor: int) -> Path | None:
     """
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            # The line of cgroup v2 is `0::` and the path of the group below the mount.
             if not line.startswith("0::"):
                 continue
             for mount in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
@@ -567,7 +590,7 @@ def _control_group_of(supervisor: int) -> Path | None:
 
 
 def _create_control_group(supervisor: int) -> Path | None:
-    """Create the control group for a supervisor's child, and end those of supervisors that died.
+    """Create the control group for a supervisor's child, and end groups whose supervisor has died.
 
     Returns:
         The path of the group. None: groups cannot be created here.

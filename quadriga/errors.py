@@ -34,7 +34,7 @@ _MAX_TRACEBACK_CHARACTERS = 8000
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Suggest known names that are similar to `name`, as a sentence for `fix`; "" if none is."""
-    # A name in other case is surely meant.
+    # A name that differs only in case is surely meant, so no other is suggested.
     near = [candidate for candidate in known if candidate.casefold() == name.casefold()]
     if not near:
         near = get_close_matches(name, known, cutoff=0.5)
@@ -70,6 +70,7 @@ class QuadrigaError(Exception):
         message = self.where
         if facts:
             message += f": {', '.join(facts)}"
+        # A question that is quoted at the end needs no full stop.
         if not message.endswith("?"):
             message += "."
         return redact_text(f"{message} {self.fix}".strip())
@@ -145,7 +146,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 def first_line(error: BaseException) -> str:
-    """Shorten a library's error to its type and the first two lines of its message."""
+    """Shorten a library's error to one line: its type and the first two lines of its message."""
     lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
     return redact_text(": ".join([type(error).__name__, *lines]))
 

@@ -92,6 +92,7 @@ class HTTPClient:
         # Uses the certificates of the machine, which may include a private authority. By default, httpx2 uses those
         # of a package.
         verify = ssl.create_default_context() if parts.scheme == "https" else False
+        # With `trust_env` httpx2 reads the proxies from environment variables.
         trusts_env = self.use_proxies and not is_loopback(self.url)
         self._options: dict[str, Any] = {"verify": verify, "trust_env": trusts_env, "timeout": None}
         # A proxy that cannot be used is reported now, and not by every request.
@@ -139,7 +140,11 @@ class HTTPClient:
         timeout_s: float | None = None,
         needs_object: bool = True,
     ) -> Any:
-        """Send one request, as `call` does. Cancelling the task closes the connection, which tells the server."""
+        """Send one request, as `call` does.
+
+        If the task is cancelled, the connection is closed, by which the server knows that nobody
+        waits for its reply.
+        """
         import httpx2
 
         limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -249,7 +254,7 @@ class HTTPClient:
         status = reply.status_code
         if status in _RETRIED_STATUSES or status >= 500:
             wait = reply.headers.get("Retry-After", "").strip()
-            # Retry-After may also be a date; the caller's own pause is used then.
+            # Retry-After may also be a date, which is not read: the caller then chooses the pause.
             retry_after_s = min(_MAX_PAUSE_S, float(wait)) if wait.isdecimal() else None
             raise ServerLostError(f"status {status}: {text[:_MAX_QUOTE_CHARS]}", retry_after_s)
         if status != 200:
@@ -285,7 +290,8 @@ def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], It
         Headers of the reply, and an iterator over chunks of its bytes.
 
     Raises:
-        ServerLostError: there was no reply, a status other than 200, or a timeout.
+        ServerLostError: there was no reply, a status other than 200, or a timeout; or the proxy of
+            the environment cannot be used.
     """
     import httpx2
 
@@ -333,7 +339,8 @@ def proxy_trouble() -> str:
     """Say why the proxies of the environment cannot be used; "" if they can."""
     import httpx2
 
-    # The library's own message is not used, as it may quote the variable with user and password.
+    # A client reads the variables when it is made. Its own message is not used, because it may
+    # quote a variable with user and password.
     try:
         httpx2.Client().close()
     except ImportError:
@@ -358,5 +365,5 @@ def direct_client(timeout_s: float, read_timeout_s: float) -> "httpx2.AsyncClien
 
 
 def _describe_no_reply(error: Exception) -> str:
-    """Describe an error of httpx2, some of which have no message."""
+    """Describe an error of httpx2 by its type, and by its message if it has one."""
     return f"no reply ({type(error).__name__}{f': {error}' if str(error) else ''})"

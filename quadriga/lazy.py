@@ -52,8 +52,8 @@ class _Collector:
 
     Attributes:
         lock: protects the other attributes.
-        num_pauses: number of pauses that have not ended.
-        was_enabled: whether the collector was enabled before the first of them.
+        num_pauses: number of `collector_paused` blocks that threads are in.
+        was_enabled: whether the collector was enabled before the first of these blocks.
         keeps_modules: see `keep_modules`.
     """
 
@@ -84,10 +84,13 @@ def collector_paused() -> Iterator[None]:
 
 
 def _enable_collector() -> None:
-    """Enable the collector after the last pause, if it was enabled before the first."""
-    # Otherwise the next collections would visit all new objects. Freezing exempts them; unfreezing
-    # puts them into the oldest generation. That would also affect objects which a user's program
-    # has frozen, so it is left out if there are any.
+    """Enable the collector after the last pause, if it was enabled before the first.
+
+    The objects of the imported modules are first taken out of the young generations, which the next
+    collections would visit: for good with `keep_modules`, else into the oldest generation.
+    """
+    # `unfreeze` moves all frozen objects into the oldest generation. It would do so with those that
+    # a user's program has frozen, too, so both calls are left out if there are any.
     if _Collector.keeps_modules:
         gc.freeze()
     elif gc.get_freeze_count() == 0:

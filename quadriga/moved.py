@@ -31,7 +31,7 @@ MOVED: dict[str, str] = {
 
 def path_today(name: str) -> str | None:
     """New path of a module that has moved; None if it has not."""
-    # Look up the module, then the packages that contain it.
+    # Look up the module, then the packages around it: their entries cover all of their modules.
     prefix = name
     while prefix:
         if prefix in MOVED:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 WAIT_POLICY = "OMP_WAIT_POLICY"
 _CHOICES = (WAIT_POLICY, "GOMP_SPINCOUNT")
+"""Variables by which a user decides how threads wait. If one of them is set, nothing is chosen."""
 _LOAD = Path("/proc/loadavg")
 _NUM_SAMPLES = 20
 _SAMPLE_S = 0.01
@@ -22,6 +23,7 @@ _BUSY_SHARE = 0.25
 """Threads sleep if other programs compute on at least this share of the cores."""
 
 _reason = ""
+"""Why `threads_for_load` has chosen sleeping threads; "" if it has not."""
 
 
 @contextmanager
@@ -76,7 +78,7 @@ def _num_other_threads() -> int:
             num_running, _, _ = _LOAD.read_text(encoding="ascii").split()[3].partition("/")
         except OSError:
             return 0
-        # The thread that reads the file is one of them.
+        # The thread that reads the file is one of the runnable ones, so it is subtracted.
         fewest = min(fewest, int(num_running) - 1)
         if fewest <= 0:
             break

@@ -52,9 +52,10 @@ class BalancedParts:
                 chosen. None: there is no additional cost.
 
         Returns:
-            The number of the part, or None if no part has room.
+            The number of the part. None: no part has room, and nothing was added.
         """
-        # Without `extra`, the cost is the same in all parts and does not affect the choice.
+        # The costs by which parts are compared. With `extra` they are the new costs of each part.
+        # Without it, all parts would grow by the same cost, which cannot change the choice.
         costs = self.costs if extra is None else self.costs + cost + extra
         has_room = self.room >= size
         if not has_room.any():
@@ -70,7 +71,7 @@ class BalancedParts:
 
 
 def part_of(total: int, parts: int, number: int) -> tuple[int, int]:
-    """Start and size of a part of a dimension, which is divided as by `torch.chunk`.
+    """Start and size of a part of a dimension, which is divided in the way of `torch.chunk`.
 
     Args:
         total: size of the dimension.
@@ -99,10 +100,10 @@ def buckets(
     be written to the same memory.
 
     Args:
-        items: the items; each is taken after `put` was called for the one before it.
+        items: the items. An item is taken only after `put` was called for the previous one.
         num_bytes: returns the size of an item.
         max_bytes: size of a bucket. A larger item gets a bucket of its own.
-        put: called with an item and its offset in the bucket, in bytes.
+        put: writes an item at an offset in the bucket, in bytes, and returns what describes it.
         alignment: offsets are multiples of it, in bytes.
 
     Yields:
@@ -117,7 +118,7 @@ def buckets(
             bucket = []
             used = 0
         bucket.append(put(item, used))
-        # Round up, so that the next item begins at a multiple of the alignment.
+        # The size is rounded up, so that the next item begins at a multiple of the alignment.
         used += -(-size // alignment) * alignment
     if bucket:
         yield bucket

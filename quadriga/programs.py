@@ -74,7 +74,8 @@ class SupervisedProgram:
                 process_group=0,
             )
         finally:
-            # The program has copies. Only its own must be open, so that its end closes them.
+            # The program has inherited copies of these ends. Here they are closed, so that the end
+            # of the program closes the last copy.
             theirs.close()
             os.close(their_lifeline)
         self.connection = Connection(ours.detach())
@@ -86,7 +87,7 @@ class SupervisedProgram:
         with self._lock, suppress(ProcessLookupError, BrokenPipeError):
             if not self.connection.closed:
                 os.write(self._lifeline, b"x")
-                # Its child may have stopped it.
+                # The supervisor's child may have stopped it, so that it does not read the byte.
                 self.process.send_signal(signal.SIGCONT)
 
     def close(self, patience_s: float = 0.0) -> str:
@@ -105,7 +106,7 @@ class SupervisedProgram:
                 end_descendants(self.process.pid)
                 self.process.kill()
                 self.process.wait()
-            # Only needed if the supervisor was killed; otherwise it has done this itself.
+            # A supervisor that was killed has not ended the control group.
             end_group(self.process.pid)
             with self._lock:
                 self.connection.close()
@@ -123,7 +124,7 @@ def run_program(module: str, connection_fd: int, lifeline_fd: int, encoding: str
         lifeline_fd: file descriptor that tells the supervisor to end the program.
         encoding: encoding of the output; "": that of the locale.
     """
-    supervise(lifeline_fd)
+    supervise(lifeline_fd)  # returns only in the supervisor's child
     streams.install(encoding or None)
     # Programs that this one starts must not hold the connection open after its end.
     os.set_inheritable(connection_fd, False)

@@ -105,8 +105,12 @@ def redact(value: Any, name: str = "") -> Any:
     Args:
         value: mappings, lists and tuples of strings and other values.
         name: name of the tree. If it is that of a secret, all strings in the tree are secrets.
+
+    Returns:
+        The copy. Tuples become lists.
     """
     if isinstance(value, Mapping):
+        # Below the name of a secret, that name counts rather than the keys.
         is_named_secret = is_secret(name)
         return {
             key: redact(entry, name if is_named_secret else str(key))
@@ -127,13 +131,14 @@ def redact_text(text: str) -> str:
     """Replace each secret in a text by `HIDDEN`, in time linear in the length of the text."""
     text = _LOOKS_SECRET.sub(HIDDEN, text)
     text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
-    # Values that do not look like secrets, after names of secrets.
+    # Now values that follow the name of a secret, whatever they look like.
     parts = []
-    end = 0  # of the last value that was replaced
+    end = 0  # end of the last value that was replaced
     for match in _NAME_OF_VALUE.finditer(text):
         # A name inside a replaced value does not count.
         if match.start() >= end and is_secret(match[1]):
             parts += [text[end : match.end()], HIDDEN]
+            # There is a match: the pattern of the name demands that a value follows.
             end = _VALUE.match(text, match.end()).end()
     return "".join([*parts, text[end:]])
 

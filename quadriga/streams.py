@@ -102,7 +102,8 @@ class Output(io.RawIOBase):
         """Write all of `data`, to the descriptor or to the log, and return its size.
 
         Raises:
-            OSError: the descriptor has failed, and `raises_failure` is set. Raised only once.
+            OSError: the descriptor has failed, and `raises_failure` is set. It is raised only once,
+                and only in the main thread.
         """
         remaining = memoryview(data)
         size = len(remaining)
@@ -115,8 +116,8 @@ class Output(io.RawIOBase):
             except OSError as error:
                 self.failure = error
         if remaining and self.failure is not None:
-            # Only in the main thread, so that it ends the command, and not a thread that reports a
-            # wait.
+            # In the main thread the error ends the command. In another one, such as one that
+            # reports a wait, it would only end that thread.
             if self.raises_failure and threading.current_thread() is threading.main_thread():
                 self.raises_failure = False
                 raise self.failure
@@ -180,7 +181,7 @@ def install(encoding: str | None = None) -> None:
     opened = _open_closed_descriptors()
     for standard_fd, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        failure = None
+        failure = None  # why the stream cannot be written from the beginning
         if stream is None:
             # The descriptor was closed when Python started.
             failure = OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -210,7 +211,7 @@ def install(encoding: str | None = None) -> None:
 
 
 def _open_closed_descriptors() -> list[int]:
-    """Open those of the descriptors 0 to 2 that are closed, and return their numbers.
+    """Open closed descriptors among 0, 1 and 2 on /dev/null, and return their numbers.
 
     Otherwise the next file that is opened would get such a number, and receive the output.
     """
@@ -245,7 +246,7 @@ def raise_failures() -> None:
 
 
 def lost_output() -> OSError | None:
-    """Error by which standard output was lost. None: all of it was written, there or to the log."""
+    """Error by which standard output was lost. None: all of it was written, if only to the log."""
     output = _outputs.get("stdout")
     return None if output is None or output.is_logged else output.failure
 

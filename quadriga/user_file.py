@@ -56,10 +56,10 @@ def import_file(path: str | Path, where: str) -> ModuleType:
             where,
             got=f"{text!r}, which is not a file",
             expected="a Python file",
-            fix=f"Looked for {file}.",
+            fix=f"Correct the path. Looked for {file}.",
         )
-    # The name depends only on the path. So a file that is executed again replaces what it has
-    # registered, and other processes can unpickle its objects.
+    # The module's name depends only on the path. So a file that is executed again replaces what it
+    # has registered before, and other processes can unpickle its objects.
     name = f"quadriga_user_{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if _digests.get(name) == digest and name in sys.modules:
@@ -70,7 +70,7 @@ def import_file(path: str | Path, where: str) -> ModuleType:
             where, got=str(file), expected="a Python file, with a name that ends in .py"
         )
     module = module_from_spec(spec)
-    # Before it is executed, because dataclasses look up their module by name.
+    # Registered before it is executed, because dataclasses look up their module by name.
     sys.modules[name] = module
     _append_to_path(file.parent, Path.cwd())
     try:
@@ -119,6 +119,7 @@ def load_reference(name: str, where: str, *, base: type | None = None) -> Any:
     """
     place, _, member_name = name.rpartition(":")
     member = member_of(import_file(place, where), member_name, where, base=base)
+    # Not by `getattr`: a subclass does not have the form of its base class.
     return getattr(member, "__dict__", {}).get("quadriga_form", member)
 
 
@@ -148,7 +149,7 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
     if fits(member):
         return member
 
-    # Say whether there is nothing of that name, or something else.
+    # Say whether there is nothing of that name, or something of another kind.
     if member is None:
         kind = "function" if base is None else "class"
         got = f"no {kind} {name!r}"
@@ -208,18 +209,19 @@ def _importing(source: str, where: str) -> Iterator[None]:
         where: configuration key that errors name.
 
     Raises:
-        ConfigError: the code raised an error; it has the traceback from the user's file on.
+        ConfigError: the code raised an error. The message has its traceback, from the first frame
+            in the user's file on.
     """
     try:
         with waiting(f"{source} to be imported ({where})"):
             yield
     except (Exception, SystemExit) as error:
-        # Begin the traceback with the user's file.
+        # Skip the frames of the import itself.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FILES):
             trace = trace.tb_next
         shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-        missing_module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        missing_module = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
         fix = ""
         if missing_module.partition(".")[0] == "verl":
             fix = "Set QUADRIGA_VERL=1, or import quadriga.compat.verl first: it has verl's names."

@@ -43,7 +43,7 @@ _PICKLING_ERRORS = (
 
 
 def source_of(*functions: Any) -> str:
-    """Describe functions by their names and files, for messages."""
+    """Describe functions by their names and files, such as "grade of train.py"."""
     sources = []
     for function in functions:
         if hasattr(function, "__code__"):
@@ -70,7 +70,8 @@ def write_function(function: Any, folder: Path, label: str, source: str = "") ->
         source: description of the function in messages. Default: `source_of(function)`.
 
     Returns:
-        The file; and why other processes cannot load it, "" if they can.
+        The file; and why the function cannot be pickled, so that other processes cannot load it. ""
+        if they can.
     """
     content = b""
     obstacle = ""
@@ -81,7 +82,7 @@ def write_function(function: Any, folder: Path, label: str, source: str = "") ->
     if len(content) > LARGEST_BYTES:
         obstacle = f"it holds {len(content) >> 20} MiB, over {LARGEST_BYTES >> 20}"
 
-    # Equal functions share a file.
+    # Functions with the same pickle share a file. Those without one must not share any.
     digest = uuid.uuid4().hex if obstacle else hashlib.sha256(content).hexdigest()
     file = folder.absolute() / f"{label}_{digest[:12]}.py"
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,8 +98,12 @@ def write_function(function: Any, folder: Path, label: str, source: str = "") ->
 def load(file: str) -> Any:
     """Load the function of a file that `write_function` wrote.
 
+    Returns:
+        The function itself in the process that wrote the file; in others a copy.
+
     Raises:
-        ConfigError: only the process that wrote the file has the function.
+        ConfigError: the function could not be pickled, so that only the process that wrote the file
+            has it.
     """
     if file in _written_functions:
         return _written_functions[file]

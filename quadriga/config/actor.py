@@ -178,7 +178,7 @@ class CheckpointConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_to_saved_parts(cls, values: Any) -> Any:
-        """Read by default the parts that are written, without the copy for Hugging Face."""
+        """Default of `load_contents`: the parts that are saved, without the Hugging Face folder."""
         saved_parts = values.get("save_contents") if isinstance(values, dict) else None
         if not isinstance(saved_parts, list):
             return values
@@ -215,7 +215,7 @@ class ParallelConfig(Section):
         Args:
             world_size: number of ranks.
             where: key of this section, for errors.
-            megatron: settings of Megatron-core, if it is the training engine.
+            megatron: settings of Megatron-core; None if FSDP2 is the training engine.
 
         Raises:
             ConfigError: the sizes do not divide the ranks.
@@ -227,13 +227,15 @@ class ParallelConfig(Section):
         if megatron is None:
             fsdp = self.fsdp_config.fsdp_size
             return Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp, ep=ep)
+        # Its optimizer state is sharded over all ranks, or only over those of sequence parallelism.
         fsdp = -1 if megatron.use_distributed_optimizer else sp
-        # Megatron-core divides the experts over any neighbours in a pipeline stage.
-        num_neighbours = world_size // pp
-        if num_neighbours % ep:
+        # Megatron-core divides the experts over any neighbours in a pipeline stage. So `ep` is set
+        # below, without the check that `Layout.of` makes for FSDP2.
+        stage_size = world_size // pp
+        if stage_size % ep:
             raise ConfigError(
                 f"{where}.expert_parallel_size",
-                got=f"{ep}, for stages of {num_neighbours} processes",
+                got=f"{ep}, for stages of {stage_size} processes",
                 expected="a number that divides them",
                 fix="Choose another one.",
             )
@@ -306,7 +308,10 @@ class PolicyLossConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _move_into_options(cls, values: Any) -> Any:
-        """Move keys that are no fields into `options`, where users may also write them."""
+        """Move keys that are no fields into `options`; an entry of `options` overrides such a key.
+
+        Values that validation refuses are returned as they are.
+        """
         options = values.get("options", {}) if isinstance(values, dict) else None
         if not isinstance(options, dict):
             return values
@@ -376,7 +381,7 @@ class ActorConfig(BatchingConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_clip_bounds(cls, values: Any) -> Any:
-        """Set the bounds that are not set themselves to `clip_ratio`."""
+        """Set a bound that is not given, `clip_ratio_low` or `clip_ratio_high`, to `clip_ratio`."""
         if not isinstance(values, dict) or "clip_ratio" not in values:
             return values
         return fill_missing(

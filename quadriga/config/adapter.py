@@ -21,8 +21,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 
-# Accepted values of PEFT's fields. Other initializations (such as pissa) also change the weights that
-# the adapter is added to.
+# Accepted values of PEFT's fields, the default first. Other initializations (such as pissa) also
+# change the weights that the adapter is added to.
 _PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
 # Features of PEFT that are not supported: merging would silently ignore them.
 _NOT_PLAIN = (
@@ -73,7 +73,11 @@ class AdapterShape:
 
 
 def adapter_shape(model: ModelConfig) -> AdapterShape:
-    """Describe the adapter of a configuration: a new one, or the one in `lora_adapter_path`."""
+    """Describe the adapter of a configuration: a new one, or the one in `lora_adapter_path`.
+
+    Raises:
+        ConfigError: the adapter in `lora_adapter_path` cannot be read.
+    """
     folder = Path(model.path).expanduser()
     base = str(folder.resolve()) if folder.is_dir() else model.path
     if model.lora_adapter_path is not None:
@@ -110,7 +114,7 @@ def read_adapter(folder: Path) -> AdapterShape:
     except (ValueError, RecursionError) as error:
         raise ConfigError(str(file), got=f"no JSON ({error})", expected="JSON", fix=fix) from error
 
-    # List everything that is not plain LoRA, for a single error.
+    # List everything that is not plain LoRA, for a single error. A missing field has its default.
     unsupported = [
         f"{name}={facts[name]}"
         for name, values in _PLAIN.items()
@@ -148,7 +152,7 @@ class AdapterRoute:
     Attributes:
         is_alone: whether weight sync sends only the adapter, once the engine has the base weights.
             Otherwise the adapter is merged into the weights that are sent.
-        reason: the reason.
+        reason: why this way is taken, for messages.
     """
 
     is_alone: bool
@@ -160,8 +164,8 @@ def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> Ad
 
     Args:
         config: the run.
-        is_wide_on_accelerator: whether the models compute in float32 on an accelerator, which is
-            known once a process has started.
+        is_wide_on_accelerator: whether the models compute in float32 on an accelerator. That is
+            known only once a process has started; checks before that leave it False.
 
     Raises:
         ConfigError: the engine does not support the value of `lora_merge`, or the adapter to start
@@ -172,6 +176,7 @@ def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> Ad
     key = f"{_MODEL}.lora_merge"
     got = f"{str(model.lora_merge).lower()}, with actor_rollout_ref.rollout.name={rollout.name}"
     engines = engines_with("max_adapter_rank")
+    # The trait is the reason why the engine ignores `lora_merge`; "" if it reads the key.
     if model.lora_merge is not None and rollout.traits.ignores_lora_merge:
         raise ConfigError(
             key,
@@ -185,6 +190,7 @@ def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> Ad
     reason = _reason_to_merge(config, is_wide_on_accelerator)
     if not reason:
         return AdapterRoute(True, f"{rollout.engine_title} applies it beside the weights")
+    # Here `lora_merge` is false, which asks for what the engine cannot do, or null.
     if model.lora_merge is not None:
         fix = "Leave the key out, and the adapter is merged before weight sync"
         if not rollout.traits.max_adapter_rank:
@@ -207,8 +213,9 @@ def _reason_to_merge(config: Config, is_wide_on_accelerator: bool) -> str:
     if rank > max_rank:
         return f"{title} applies ranks up to {max_rank} beside the weights, and this one is {rank}"
     if is_wide_on_accelerator:
-        applies = f"on an accelerator {title} applies 16-bit adapters only"
-        return f"{applies}, and these weights are float32"
+        return (
+            f"on an accelerator {title} applies 16-bit adapters only, and these weights are float32"
+        )
     return ""
 
 
@@ -228,6 +235,7 @@ def check_adapter(config: Config) -> Findings:
         try:
             shape = read_adapter(Path(model.lora_adapter_path).expanduser())
         except ConfigError as error:
+            # The error about the file, as one about the key that names it.
             yield MachineError(
                 f"{_MODEL}.lora_adapter_path",
                 f"{error.where}: {error.got}",
@@ -236,6 +244,7 @@ def check_adapter(config: Config) -> Findings:
             )
             return
         yield from _check_details(model, shape)
+    # Supervised tasks have no rollout engine.
     if config.task != "rl":
         return
     try:
@@ -255,7 +264,7 @@ def _check_details(model: ModelConfig, shape: AdapterShape) -> Findings:
         )
     for name in ADAPTER_DETAILS:
         value = getattr(model, name)
-        adapter_value = getattr(shape, name.removeprefix("lora_"))
+        adapter_value = getattr(shape, name.removeprefix("lora_"))  # `lora_alpha` is `alpha` there
         if name in model.model_fields_set and value != adapter_value:
             yield ConfigError(
                 f"{_MODEL}.{name}",

@@ -88,12 +88,15 @@ def _parse_bounds(value: float | str, expected: str = _TWO_BOUNDS) -> tuple[floa
 
     Returns:
         The lower bound, or None, and the upper bound.
+
+    Raises:
+        PydanticCustomError: the value has another form, or the bounds are not positive and sorted.
     """
     try:
         numbers = [float(part) for part in str(value).split("_")]
     except ValueError:
         raise refuse(expected) from None
-    # False for NaN too.
+    # NaN is refused too: comparisons with it are false.
     are_positive = all(0 < number < float("inf") for number in numbers)
     if len(numbers) > 2 or not are_positive or numbers != sorted(numbers):
         raise refuse(expected)
@@ -133,13 +136,15 @@ class RolloutCorrectionConfig(Section):
     def _refuse_former_preset(cls, value: Any) -> Any:
         """Refuse former names of presets, and suggest the present name.
 
-        k1 within 0.001 is the geometric mean of ratios within 0.999_1.001: such presets are called
-        `geo_rs`.
+        A present name, and a text that never was one, are returned unchanged.
         """
+        # Presets called `k1_rs` bounded k1 by 0.001, which bounds the geometric mean of the ratios
+        # to 0.999_1.001. They are now called `geo_rs`.
         name = str(value).replace("k1_rs", "geo_rs")
         if name in _PRESET_BY_FORMER_NAME:
             name = _PRESET_BY_FORMER_NAME[name]
         elif name in _CORRECTIONS:
+            # Some names had no prefix.
             name = f"decoupled_{name}"
         if name == value or name not in _PRESETS:
             return value
@@ -170,7 +175,7 @@ class RolloutCorrectionConfig(Section):
     @model_validator(mode="after")
     def _check_thresholds(self) -> Self:
         """Refuse thresholds that do not fit the rules of rejection."""
-        # The property raises the error.
+        # Reading the property raises the error.
         _ = self.rejections
         return self
 
@@ -187,6 +192,10 @@ class RolloutCorrectionConfig(Section):
             The values of a `Rejection` (`algorithms.rollout_correction`) for each rule: its level,
             its kind, and its lower and upper bound. For k1 these bound the ratio. For other kinds
             they bound the divergence, and the lower one is 0.
+
+        Raises:
+            PydanticCustomError: the thresholds do not fit the rules. `_check_thresholds` reads this
+                property for its error, so that later readers meet none.
         """
         names = list(dict.fromkeys(_split_at_commas(self.rollout_rs)))
         if not names:
@@ -206,7 +215,8 @@ class RolloutCorrectionConfig(Section):
             if kind == "k1":
                 ratios = f"two ratios above 0 as LOWER_UPPER for {name}, or"
                 lower, upper = _parse_bounds(threshold, f"{ratios} the upper one alone")
-                # A single bound is as far from 1 on both sides, on a log scale.
+                # A single bound is as far from 1 on both sides, on a log scale. Below 1 it cannot
+                # be the upper one.
                 lower = lower or 1 / upper
                 if lower > upper:
                     raise refuse(f"{ratios} an upper one of at least 1")
@@ -222,7 +232,8 @@ class RolloutCorrectionConfig(Section):
         """Whether the correction needs old log-probabilities of the whole batch before the update."""
         has_weights = self.rollout_is is not None
         if self.bypass_mode:
-            # The mean of these weights is taken over the whole batch.
+            # Weights are computed in the update itself, unless they are divided by their mean over
+            # the whole batch. Only `reinforce` has weights.
             is_normalized = has_weights and self.rollout_is_batch_normalize
             return is_normalized and self.loss_type == "reinforce"
         return has_weights or self.rollout_rs is not None

@@ -33,7 +33,14 @@ def check_async(config: Config) -> Findings:
 
 
 def _async_error(key: str, got: str, expected: str, fix: str = "") -> ConfigError:
-    """Error about a value that asynchronous training does not support."""
+    """Make the error for a value that asynchronous training does not support.
+
+    Args:
+        key: dotted key of the value.
+        got: the value, to which the message adds that asynchronous training is enabled.
+        expected: the values that are supported.
+        fix: how to correct the value.
+    """
     return ConfigError(key, f"{got}, with {_KEY}.enable=True", expected, fix)
 
 
@@ -72,8 +79,8 @@ def _check_generating_ranks(config: Config) -> Findings:
             "Use one rank per engine, or vllm.",
         )
 
-    # The rest is about engines in other processes that take new weights during generation: at which
-    # token they do so depends on timing.
+    # The checks below are about engines in other processes that take new weights during generation.
+    # At which token they do so depends on timing, so it can be neither repeated nor fixed.
     if not is_on_ray or settings.in_flight != "continue":
         return
     if settings.replay:
@@ -109,6 +116,7 @@ def _check_engine(config: Config) -> Findings:
             expected,
             f"{rollout.engine_title}'s numbers depend on which requests it computes together.",
         )
+    # In the calling process several engines are refused by the rollout's own findings.
     num_replicas = rollout.data_parallel_size
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
         yield _async_error(
@@ -129,8 +137,8 @@ def _check_schedule(config: Config) -> Findings:
     trainer = config.trainer
     has_conversations = config.actor_rollout_ref.rollout.mode == "async"
     has_filter = config.algorithm.filter_groups.enable
-    with_filter = "with algorithm.filter_groups.enable=True"
-    drops = settings.on_stale == "drop"
+    filter_setting = "algorithm.filter_groups.enable=True"
+    drops_stale = settings.on_stale == "drop"
     if settings.deterministic and has_conversations:
         yield _async_error(
             f"{ROLLOUT}.mode",
@@ -138,18 +146,21 @@ def _check_schedule(config: Config) -> Findings:
             "sync",
             "The configuration does not determine how long tools and users take.",
         )
-    if settings.replay and (has_conversations or drops or trainer.save_freq != -1):
+    if settings.replay and (has_conversations or drops_stale or trainer.save_freq != -1):
         yield _async_error(
             f"{_KEY}.replay",
             str(settings.replay),
             f"null with {ROLLOUT}.mode=async, on_stale=drop or trainer.save_freq",
             "A record only says when sequences start and weights change.",
         )
-    if has_filter and drops:
-        yield _async_error(f"{_KEY}.on_stale", f"drop, {with_filter}", "wait")
+    if has_filter and drops_stale:
+        yield _async_error(f"{_KEY}.on_stale", f"drop, with {filter_setting}", "wait")
     if has_filter and settings.by_mini_batch:
         yield _async_error(
-            f"{_KEY}.by_mini_batch", f"true, {with_filter}", "false", "A batch is filled in rounds."
+            f"{_KEY}.by_mini_batch",
+            f"true, with {filter_setting}",
+            "false",
+            "A batch is filled in rounds.",
         )
     if settings.by_mini_batch and config.actor_rollout_ref.actor.shuffle:
         yield _async_error(
@@ -161,7 +172,7 @@ def _check_schedule(config: Config) -> Findings:
     if has_filter and trainer.total_training_steps is None:
         yield _async_error(
             "trainer.total_training_steps",
-            f"null, {with_filter}",
+            f"null, with {filter_setting}",
             "a number of steps",
             "Prompts are read ahead of the steps.",
         )
@@ -173,16 +184,17 @@ def _stale_notices(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     trainer = config.trainer
     correction = config.algorithm.rollout_correction
-    # `save_minutes` is for runs in lockstep, so such a run saves nothing before its end.
-    saves_by_default = trainer.save_freq == -1 and trainer.save_minutes
-    if saves_by_default or trainer.save_freq == AT_THE_END:
+    # `save_minutes` is only read by runs that generate and train in turns. So with its default this
+    # run saves nothing before its end.
+    expects_save_minutes = trainer.save_freq == -1 and trainer.save_minutes
+    if expects_save_minutes or trainer.save_freq == AT_THE_END:
         yield (
             "trainer.save_freq: without it an asynchronous run writes no checkpoint on the way. "
             "If it is killed, all its steps are lost: set trainer.save_freq=N."
         )
     if not settings.is_stale:
         return
-    # From here on about samples of older weights.
+    # The notices below are about samples of older weights.
     continues = settings.in_flight == "continue"
     if continues and trainer.save_freq != -1 and not rollout.has_unfinished:
         unfinished = "conversations" if rollout.mode == "async" else "responses"
@@ -212,13 +224,13 @@ def check_streaming(config: Config) -> Findings:
     yield from _check_unknown_length(config)
     if data.mixture:
         yield _streaming_error(config, "data.mixture", data.mixture, "none", "Leave it out.")
-    other_source = "Leave one of them out."
+    leave_out = "Leave one of them out."
     path = data.custom_cls.path
     if path:
-        yield _streaming_error(config, "data.custom_cls.path", path, "null", other_source)
+        yield _streaming_error(config, "data.custom_cls.path", path, "null", leave_out)
     path = data.datagen.path
     if path:
-        yield _streaming_error(config, "data.datagen.path", path, "null", other_source)
+        yield _streaming_error(config, "data.datagen.path", path, "null", leave_out)
     path = data.sampler.class_path
     if path:
         yield _streaming_error(
@@ -260,5 +272,13 @@ def _streaming_error(
     expected: str,
     fix: str = "The number of rows is unknown.",
 ) -> ConfigError:
-    """Error about a value that streamed data do not support."""
+    """Make the error for a value that streamed data do not support.
+
+    Args:
+        config: the run.
+        key: dotted key of the value.
+        value: the value, to which the message adds `data.streaming`.
+        expected: the values that are supported.
+        fix: how to correct the value, or why it is not supported.
+    """
     return ConfigError(key, f"{value}, with data.streaming={config.data.streaming}", expected, fix)

@@ -63,7 +63,7 @@ class AsyncTrainingConfig(Section):
 
     @property
     def is_stale(self) -> bool:
-        """Whether a step may learn from samples of older weights."""
+        """Whether a step may learn from samples that older weights have generated."""
         return self.enable and self.max_staleness > 0
 
     def findings(self, at: str) -> Findings:

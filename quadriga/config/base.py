@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError
 
-# A check yields errors, which keep a training run from starting, and notices.
+# A check yields errors, which keep a training run from starting, and notices, which are texts.
 Finding = ConfigError | str
 Findings = Iterator[Finding]
 
@@ -61,7 +61,9 @@ class Section(BaseModel):
         return iter(())
 
     def changed_keys(self, at: str) -> list[str]:
-        """Dotted keys of the fields that differ from their defaults.
+        """Dotted keys of the fields whose values differ from their defaults.
+
+        A sub-section counts as one field. A field that was set to its default does not count.
 
         Args:
             at: dotted key of the section.
@@ -75,17 +77,18 @@ class Section(BaseModel):
         Args:
             at: dotted key of the section.
         """
-        # Unread keys, by the field that they depend on.
+        # Keys that are not read, by the name of the field whose value decides that.
         keys_by_condition: dict[str, list[str]] = {}
         for name, field in type(self).model_fields.items():
             for rule in field.metadata:
                 if not isinstance(rule, ReadIf):
                     continue
                 is_listed = getattr(self, rule.name) in rule.values
-                if is_listed != rule.is_listed:
+                is_read = is_listed == rule.is_listed
+                if not is_read:
                     keys_by_condition.setdefault(rule.name, []).append(f"{at}.{name}")
         if not keys_by_condition:
-            return
+            return  # most sections: comparing all fields with their defaults takes longer
         changed = self.changed_keys(at)
         for name, keys in keys_by_condition.items():
             unread_keys = [key for key in keys if key in changed]
@@ -116,7 +119,13 @@ def notice_unused(names: list[str], because: str) -> Iterator[str]:
 
 
 def fill_preset(values: Any, presets: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Set the keys of the preset that `values` names as `preset`, unless they are set themselves."""
+    """Add the keys of a preset to a section's values; keys that are set themselves stay.
+
+    Args:
+        values: values of the section, of which `preset` names the preset. Without a known preset,
+            they are returned as they are, for validation to refuse.
+        presets: the keys of each preset with their values, by name of the preset.
+    """
     preset = values.get("preset") if isinstance(values, dict) else None
     return fill_missing(values, presets.get(preset, {})) if isinstance(preset, str) else values
 
@@ -125,8 +134,8 @@ def fill_missing(tree: Any, defaults: Mapping[str, Any]) -> Any:
     """Add missing keys to a tree of values, section by section.
 
     Args:
-        tree: the tree. A value that is no mapping is returned as it is, for validation to refuse.
-        defaults: values of missing keys.
+        tree: the tree. If it is no mapping, it is returned as it is, for validation to refuse.
+        defaults: values of missing keys, also as a tree.
 
     Returns:
         A new tree.

@@ -63,13 +63,15 @@ def training_findings(
 
 def check_sections(config: Config) -> Findings:
     """Yield the findings of each section about its own values."""
-    # The list grows while it is read: breadth first, so findings of outer sections come first.
+    # Each section with its dotted key. The list grows while it is read, breadth first, so findings
+    # of outer sections come first.
     sections: list[tuple[str, Section]] = [("", config)]
     for at, section in sections:
         yield from section.notice_unread(at)
         yield from section.findings(at)
         for name, value in section:
             if isinstance(value, Section):
+                # The key of the root is "", so its sections' keys would begin with a dot.
                 sections.append((f"{at}.{name}".lstrip("."), value))
 
 
@@ -97,7 +99,7 @@ def check_distillation(config: Config) -> Findings:
 
 
 def check_batches(config: Config) -> Findings:
-    """Yield batches that are not full, and sequences that are longer than a micro-batch."""
+    """Yield mini-batches that are not full, batches that never are, and small micro-batches."""
     num_prompts = config.data.train_batch_size
     mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     key = f"{ACTOR}.ppo_mini_batch_size"
@@ -128,17 +130,17 @@ def check_batches(config: Config) -> Findings:
 
 
 def _check_micro_batches(config: Config) -> Iterator[str]:
-    """Yield limits on the tokens of a micro-batch that are below the longest possible sequence."""
+    """Yield notices about token limits of micro-batches below the longest possible sequence."""
     max_tokens = BatchPlan(config).max_sequence_tokens
-    # The limits of all passes whose micro-batches are cut by tokens.
+    # By key, the limit of each pass whose micro-batches are cut by tokens.
     limits: dict[str, int] = {}
     policy = config.actor_rollout_ref
     actor = policy.actor
     if actor.ppo_micro_batch_size_per_gpu is None or actor.use_dynamic_bsz:
         limits[f"{ACTOR}.ppo_max_token_len_per_gpu"] = actor.ppo_max_token_len_per_gpu
     for at, section in ((ROLLOUT, policy.rollout), ("actor_rollout_ref.ref", policy.ref)):
-        is_cut_by_size = section.log_prob_micro_batch_size_per_gpu is not None
-        if section.log_prob_use_dynamic_bsz or not is_cut_by_size:
+        has_size = section.log_prob_micro_batch_size_per_gpu is not None
+        if section.log_prob_use_dynamic_bsz or not has_size:
             limits[f"{at}.log_prob_max_token_len_per_gpu"] = section.log_prob_max_token_len_per_gpu
     reward = config.reward_model
     if reward.enable and (reward.micro_batch_size_per_gpu is None or reward.use_dynamic_bsz):
@@ -153,16 +155,16 @@ def _check_micro_batches(config: Config) -> Iterator[str]:
 
 
 def check_update(config: Config) -> Findings:
-    """Yield contradictions between actor, critic, their schedules and checkpoints."""
+    """Yield KL terms without effect or counted twice, and problems in the training of a model."""
     actor = config.actor_rollout_ref.actor
     algorithm = config.algorithm
-    only_reported = "at 0 the reference model is computed only to report the KL divergence."
+    zero_notice = "at 0 the reference model is computed only to report the KL divergence."
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield from notice_unused(["algorithm.kl_ctrl.type"], "algorithm.use_kl_in_reward is false")
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
-        yield f"algorithm.kl_ctrl.kl_coef: {only_reported}"
+        yield f"algorithm.kl_ctrl.kl_coef: {zero_notice}"
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield f"{ACTOR}.kl_loss_coef: {only_reported}"
+        yield f"{ACTOR}.kl_loss_coef: {zero_notice}"
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
         yield (
             f"{ACTOR}.use_kl_loss, algorithm.use_kl_in_reward: "
@@ -173,12 +175,12 @@ def check_update(config: Config) -> Findings:
 
 
 def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig) -> Findings:
-    """Yield problems with the learning rate or the checkpoints of a trained model.
+    """Yield problems with the learning rate, the scale of the loss or the checkpoints of a model.
 
     Args:
         config: the run.
         at: dotted key of the section.
-        section: the actor or the critic.
+        section: the section of the actor or the critic, which are the trained models.
     """
     optim = section.optim
     num_steps = config.trainer.total_training_steps
@@ -207,6 +209,7 @@ def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig)
             "What is not written cannot be read.",
         )
         return
+    # Without one of these three parts a resumed run cannot continue exactly.
     skipped_parts = [part for part in ("model", "optimizer", "extra") if part not in loaded]
     if skipped_parts and writes_checkpoints(config):
         yield (
@@ -218,6 +221,7 @@ def _check_trained(config: Config, at: str, section: ActorConfig | CriticConfig)
 def check_supervised(config: Config) -> Findings:
     """Yield settings that SFT and the training of reward models do not support."""
     model = config.actor_rollout_ref.model
+    # Findings of other sections are about keys that supervised tasks do not read.
     yield from model.findings("actor_rollout_ref.model")
     if config.data.truncation == "middle":
         yield ConfigError(

@@ -15,6 +15,7 @@ class FromFile(Section):
     @model_validator(mode="after")
     def _require_both_or_neither(self) -> Self:
         """Refuse a file without a name, and a name without a file."""
+        # The fields for the file and for the class. Subclasses call them differently.
         names = [name for name, _ in self if name != "options"]
         missing_names = [name for name in names if getattr(self, name) is None]
         if len(missing_names) == 1:
@@ -221,8 +222,12 @@ class DataConfig(Section):
     if not TYPE_CHECKING:
         # Hidden from type checkers, which would accept any attribute.
         def __getattr__(self, name: str) -> Any:
-            """Read an option of the user's own data set class like a field."""
-            # pydantic looks up attributes before the fields are set.
+            """Read an option of the user's own data set class like a field.
+
+            Raises:
+                AttributeError: neither a field nor an option has this name.
+            """
+            # pydantic looks up attributes before the fields are set: `custom_cls` may be missing.
             options = self.__dict__["custom_cls"].options if "custom_cls" in self.__dict__ else {}
             if name.startswith("_") or name not in options:
                 raise AttributeError(

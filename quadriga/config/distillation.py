@@ -47,14 +47,17 @@ class DistillationConfig(ParallelConfig):
     @model_validator(mode="before")
     @classmethod
     def _default_for_top_k(cls, values: Any) -> Any:
-        """Change the default of `use_policy_gradient` for losses on the teacher's top tokens."""
+        """Set `use_policy_gradient` to False by default for losses on the teacher's top tokens."""
         if not isinstance(values, dict) or values.get("loss_mode") != _TOP_K:
             return values
         return fill_missing(values, {"use_policy_gradient": False})
 
     @property
     def num_top_tokens(self) -> int | None:
-        """Number of most likely tokens that a teacher returns; None: those of the response only."""
+        """Number of most likely tokens for which a teacher returns probabilities, at each position.
+
+        None: it returns those of the response's tokens alone.
+        """
         return self.topk if self.loss_mode == _TOP_K else None
 
     def teacher_of(self, data_source: str) -> str | None:
@@ -63,7 +66,10 @@ class DistillationConfig(ParallelConfig):
 
     @property
     def named_teachers(self) -> dict[str, str]:
-        """Teachers by the dotted key that names them; empty without distillation."""
+        """Folder, hub name or addresses of each teacher, by the dotted key that names it.
+
+        {} if distillation is not enabled.
+        """
         if not self.enable:
             return {}
         teachers = {} if self.path is None else {"distillation.path": self.path}
@@ -73,7 +79,7 @@ class DistillationConfig(ParallelConfig):
 
     @property
     def loaded_teachers(self) -> dict[str, str]:
-        """Teachers that the run loads, by the dotted key that names them."""
+        """Teachers that the run loads (servers are not), by the dotted key that names them."""
         return {key: path for key, path in self.named_teachers.items() if not is_served(path)}
 
     @property
@@ -99,7 +105,8 @@ class DistillationConfig(ParallelConfig):
                 "false",
                 "Set it to false: a policy gradient only changes sampled tokens.",
             )
-        # As a loss, the difference of log-probs has the gradient of the student alone.
+        # The loss k1 is student log-prob minus teacher log-prob. The teacher's is a constant, so
+        # the gradient is that of the student's alone.
         if self.loss_mode in ("kl", "k1") and not self.use_policy_gradient:
             yield ConfigError(
                 f"{at}.loss_mode",
@@ -112,5 +119,5 @@ class DistillationConfig(ParallelConfig):
 
 
 def is_served(teacher: str) -> bool:
-    """Whether a teacher is a server."""
+    """Whether a teacher is a server: it is then named by addresses, not by a folder or hub name."""
     return "://" in teacher

@@ -58,12 +58,15 @@ class EnvironmentConfig(Section):
 
     @property
     def num_agents(self) -> int:
-        """Number of agents."""
+        """Number of agents. Without `agents` the policy is the only one."""
         return max(1, len(self.agents))
 
     @property
     def seats(self) -> list[int]:
-        """Numbers of the agents that are trained: those of `trained_agents` that the policy plays."""
+        """Numbers of the agents that are trained.
+
+        These are the agents that the policy plays; if `trained_agents` is given, only those in it.
+        """
         players = self.agents or ["policy"]
         numbers = [number for number, player in enumerate(players) if player == "policy"]
         if not self.trained_agents:
@@ -85,7 +88,8 @@ class EnvironmentConfig(Section):
                     f"Set env=NAME: {_FORMS}.",
                 )
             return
-        # Each trained agent must exist and be played by the policy.
+        # Each trained agent must exist and be played by the policy. `seats` leaves out all others,
+        # so it then has fewer entries.
         num_trained = len(set(self.trained_agents))
         if not self.seats or (num_trained and num_trained != len(self.seats)):
             yield ConfigError(

@@ -70,16 +70,17 @@ def _ceil_div(number: int, divisor: int) -> int:
 def needs_old_log_prob_pass(config: Config) -> bool:
     """Whether log-probs of the sampling policy are computed in a separate pass.
 
-    If a batch has a single optimizer step, its forward pass computes the same numbers. A separate
-    pass is still needed if log-probs are read earlier, by the KL divergence in the reward or by
-    off-policy correction, and if the update repeats the routes of that pass.
+    If a batch has a single optimizer step, the forward pass of the update computes the same
+    numbers. A separate pass is still needed if the KL divergence in the reward or off-policy
+    correction reads log-probs before the update, or if the update repeats the expert choices of
+    that pass.
     """
     correction = config.algorithm.rollout_correction
     if correction.needs_old_log_probs or config.algorithm.use_kl_in_reward:
         return True
     if config.actor_rollout_ref.actor.router_replay == "old_log_prob":
         return True
-    # In bypass mode the log-probs of the rollout take their place.
+    # In bypass mode the rollout's log-probs are used as old ones, even for several optimizer steps.
     return not correction.bypass_mode and not BatchPlan(config).is_on_policy
 
 
@@ -111,8 +112,9 @@ def show(config: Config) -> str:
     The YAML can be loaded again, and gives an equal configuration once the secrets that
     `quadriga.redact` hides are filled in.
     """
-    # The keys are those of the task, in its spelling; the values are in the schema's tree.
+    # Values in the tree of the schema, which has all keys, in its own spelling.
     dumped = redact(config.model_dump(mode="json"))
+    # The tree to show: the keys that the task reads, in the task's spelling.
     tree = {}
     for key in leaf_keys(config.task):
         value = dumped
@@ -250,7 +252,7 @@ def _describe_overlap(config: Config) -> Iterator[str]:
     if settings.by_mini_batch:
         prompts = _count(BatchPlan(config).mini_batch_prompts, "prompt")
         yield f"an update starts as soon as the responses to {prompts} are complete"
-    # Generation may be ahead of training by the batches of so many versions of the weights.
+    # Generation may be `max_staleness` versions ahead of the current one, each `sync_every` steps.
     num_batches = (settings.max_staleness + 1) * settings.sync_every
     waits = settings.on_stale == "wait"
     yield (
@@ -268,7 +270,14 @@ def _describe_overlap(config: Config) -> Iterator[str]:
 def _describe_passes(
     config: Config, plan: BatchPlan, fields: tuple[str, ...] | None
 ) -> Iterator[str]:
-    """Describe the forward passes of each model in a step, besides those of the update."""
+    """Describe the forward passes of each model in a step, besides those of the actor's update.
+
+    Args:
+        config: the run.
+        plan: batch arithmetic of a step.
+        fields: fields of a batch that the advantage estimator reads; None if unknown. Without
+            "values" there is no critic.
+    """
     actor = config.actor_rollout_ref.actor
     yield _describe_old_log_probs(config, plan)
     if fields is not None and "values" in fields:
@@ -277,9 +286,9 @@ def _describe_passes(
             start = "the policy's model"
         yield f"critic: one pass per step, for values, and its own update; it starts from {start}"
     if config.reward_model.enable:
-        is_sum = config.custom_reward_function.path
-        added = ", added to the custom reward function" if is_sum else ""
-        yield f"reward model: one pass per step{added}"
+        has_function = config.custom_reward_function.path is not None
+        sum_text = ", added to the custom reward function" if has_function else ""
+        yield f"reward model: one pass per step{sum_text}"
     if config.distillation.enable:
         yield f"teacher: one pass per step, by {' and '.join(config.distillation.all_teachers)}"
     if not needs_reference(config):
@@ -289,7 +298,7 @@ def _describe_passes(
     if config.algorithm.use_kl_in_reward:
         uses.append("the reward")
     reference = f"reference model: one pass per step, for {' and '.join(uses)}"
-    # An adapter that is switched off leaves the reference.
+    # The actor with its adapter switched off is the reference.
     is_colocated = "actor_rollout_ref" in role_pools(config.trainer)
     if config.actor_rollout_ref.model.has_adapter and is_colocated:
         reference += ", by the actor with its adapter off"
@@ -329,7 +338,8 @@ def _describe_run(config: Config, plan: BatchPlan, num_train_prompts: int | None
         checkpoints = f"{_every(trainer.save_freq)} and at the end"
     elif saves_by_time(config):
         checkpoints = f"every {trainer.save_minutes:g} minutes and at the end"
-    # Checkpoints by the clock would fill the disk without anybody having asked for them.
+    # Checkpoints by the clock are written without anybody having asked for them, so they must not
+    # fill the disk.
     num_kept = trainer.max_ckpt_to_keep or (2 if saves_by_time(config) else None)
     if num_kept and checkpoints != "none":
         checkpoints += f", the last {num_kept} kept"
@@ -344,16 +354,17 @@ def _describe_length(config: Config, plan: BatchPlan, num_train_prompts: int | N
     batch_size = plan.num_prompts
     if filters_groups and config.data.gen_batch_size:
         batch_size = config.data.gen_batch_size
+    # Batches of an epoch; 0 if the prompts have not been counted.
     num_batches = (num_train_prompts or 0) // batch_size
     batches = _count(num_batches, "batch", "batches")
     max_steps = trainer.total_training_steps
     epochs = trainer.total_epochs
     if filters_groups and trainer.max_epochs:
-        # A step may take several batches, so the number of batches only limits that of steps.
+        # A step may take several batches, so the number of steps is not known.
         steps = f"at most {_count(max_steps, 'step')}" if max_steps else "steps"
-        each = f" ({batches} each, at least one per step)" if num_batches else ""
+        batches_text = f" ({batches} each, at least one per step)" if num_batches else ""
         passes = _count(trainer.max_epochs, "pass", "passes")
-        return f"{steps} until {passes} over the data are taken{each}"
+        return f"{steps} until {passes} over the data are taken{batches_text}"
     if num_batches:
         num_steps = trainer.num_steps(num_batches)
         passes = _count(_ceil_div(num_steps, num_batches), "epoch")
@@ -379,6 +390,7 @@ def _describe_processes(config: Config) -> Iterator[str]:
         yield "all models in one process, which computes with every core"
         return
     roles = role_pools(trainer, enabled_roles(config))
+    # Several roles may be in one pool.
     pools = list(dict.fromkeys(roles.values()))
     for pool in pools:
         yield _describe_pool(config, pool, roles)
@@ -395,9 +407,16 @@ def _describe_processes(config: Config) -> Iterator[str]:
 
 
 def _describe_pool(config: Config, pool: str, roles: dict[str, str]) -> str:
-    """Describe the processes of a resource pool, and the roles in them."""
-    # Only a rollout process may have several devices.
+    """Describe the processes of a resource pool, and the roles in them.
+
+    Args:
+        config: the run.
+        pool: name of the pool.
+        roles: name of the pool of each role.
+    """
+    # A rollout process may have several devices, where the engine starts processes of its own.
     num_devices = rollout_devices(config) if pool == roles.get("rollout") else 1
+    # Number of processes on each machine.
     counts = [count // num_devices for count in config.trainer.processes_of(pool)]
     machines = "on one machine"
     if len(counts) > 1:

@@ -98,10 +98,10 @@ def _describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, 
 
     Args:
         annotation: the type.
-        metadata: its limits.
+        metadata: constraints of the type, such as `Ge(1)`. A `Meaning` replaces the description.
 
     Returns:
-        The description, and the plain types that a value may have.
+        The description, and the plain types that a value may have, such as {int, NoneType}.
     """
     words, types_of_values = _describe_bare_type(annotation)
     limits = []
@@ -116,7 +116,7 @@ def _describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, 
 
 
 def _describe_bare_type(annotation: Any) -> tuple[str, set[Any]]:
-    """Describe a type without limits of its own, as `_describe_type` does."""
+    """Describe a type, as `_describe_type` does, but without limits beside the type itself."""
     origin: Any = get_origin(annotation)
     arguments: tuple[Any, ...] = get_args(annotation)
     if origin is Annotated:
@@ -146,6 +146,7 @@ def _list_keys(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
         prefix: dotted key of the section with a dot, or "".
         task: the task.
     """
+    # A key is read if it matches a pattern and is not among the exceptions.
     patterns, unread_keys = READ[task]
     for name, field in type(section).model_fields.items():
         key = f"{prefix}{name}"
@@ -162,7 +163,7 @@ def _list_keys(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
                 name=name,
                 task=task,
                 is_open=dict in types_of_values,
-                # YAML reads truth values and whole numbers as such, and all other words as text.
+                # If truth values and whole numbers are accepted as well, YAML tells them from text.
                 is_text=str in types_of_values and types_of_values.isdisjoint((bool, int)),
             )
 
@@ -175,7 +176,7 @@ def leaf_keys(task: str = "rl") -> Mapping[str, KeyInfo]:
 
 @cache
 def section_keys(task: str = "rl") -> frozenset[str]:
-    """Dotted keys of all sections of a task below the root."""
+    """Dotted keys of all sections of a task below the root: each beginning of a key up to a dot."""
     paths = [key.split(".") for key in leaf_keys(task)]
     return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
 
@@ -194,7 +195,7 @@ def leaf_of(key: str, task: str = "rl") -> KeyInfo | None:
     leaves = leaf_keys(task)
     if key in leaves:
         return leaves[key]
-    # Keys above it, then the `options` of a loss or an estimator beside it.
+    # Sections above the key, then the key `options` beside it, which losses have.
     path = key.split(".")
     candidates = [".".join(path[:depth]) for depth in range(1, len(path))]
     candidates.append(".".join((*path[:-1], "options")))
@@ -208,6 +209,7 @@ def nearest_keys(key: str, task: str = "rl") -> list[str]:
     """Find up to three keys that a misspelled key may stand for, most likely first."""
     known_keys = list(leaf_keys(task))
     alias_keys = [spell_key(alias_key, task) for alias_key in aliases().get(key, ())]
+    # Keys of which the user left out the beginning, or for which another trainer has this name.
     exact = [known for known in known_keys if known.endswith(f".{key}") or known in alias_keys]
     # A correct name in the wrong section is more likely than a wrong name in the correct section.
     name = key.split(".")[-1]
@@ -221,7 +223,12 @@ def nearest_keys(key: str, task: str = "rl") -> list[str]:
 
 @cache
 def aliases() -> Mapping[str, tuple[str, ...]]:
-    """Read `key_aliases.tsv`: patterns of keys, by common terms and names in other trainers."""
+    """Read `key_aliases.tsv`.
+
+    Returns:
+        By term, a common one or a name in another trainer, the keys that it stands for. They may be
+        patterns with `*`.
+    """
     lines = Path(__file__).with_name("key_aliases.tsv").read_text(encoding="utf-8").splitlines()
     rows = (line.split("\t") for line in lines if not line.startswith("#"))
     return {word: tuple(keys.split()) for word, keys in rows}
@@ -236,6 +243,7 @@ def is_key_of_verl(key: str, task: str) -> bool:
     program = "ppo" if task == "rl" else "sft"
     file = Path(package.origin).with_name("commands") / "defaults.tsv"
     for line in file.read_text(encoding="utf-8").splitlines():
+        # The columns are the programs with commas between, the dotted key, and its values.
         row = line.split("\t")
         if row[0].startswith(program) and f"{row[1]}.".startswith(f"{key}."):
             return True

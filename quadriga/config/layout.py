@@ -80,7 +80,7 @@ class Layout:
             ep: number of ranks that divide the experts, among those that shard one copy.
 
         Raises:
-            ConfigError: the sizes do not divide the ranks.
+            ConfigError: the sizes do not divide the ranks, or `tp` and `ep` are both above 1.
         """
         ranks_per_row = sp * tp * pp
         sizes = f"tp={tp} sp={sp} pp={pp}"
@@ -92,8 +92,9 @@ class Layout:
                 fix="Change them, or trainer.nnodes and n_gpus_per_node.",
             )
 
+        # Number of data-parallel ranks, dp_replicate x dp_shard.
         num_data = world_size // ranks_per_row
-        # Ranks of sequence parallelism shard the weights too.
+        # Ranks of sequence parallelism shard the weights too, so `fsdp` counts them.
         num_sharding = num_data * sp if fsdp == -1 else fsdp
         dp_shard = num_sharding // sp
         if num_sharding < sp or num_sharding % sp or num_data % dp_shard:
@@ -134,7 +135,11 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Number of ranks that have the same experts, and shard their optimizer state."""
+        """Number of ranks that have the same experts and shard the optimizer state of these.
+
+        On Megatron-core, a stage has world_size / (pp ep) ranks with the same experts. Without a
+        distributed optimizer, fewer of them shard the state.
+        """
         return gcd(self.world_size // self.pp // self.ep, max(1, self.fsdp * self.tp // self.ep))
 
     def state_bytes(
@@ -161,22 +166,23 @@ class Layout:
                 bytes_per_parameter = 16 + (itemsize if has_copy else 0)
             num_weights = num_expert_weights + num_other_weights
             return num_weights / num_shards * bytes_per_parameter
-        # Of one rank of Megatron-core, which divides experts and other weights differently.
+        # Weights of one rank on Megatron-core, which divides experts and other weights differently.
         expert_weights = num_expert_weights / (self.pp * self.ep)
         other_weights = num_other_weights / (self.pp * self.tp)
         if not is_trained:
             return (expert_weights + other_weights) * itemsize
-        # Master weights and the two moments are sharded over the data-parallel ranks.
+        # Master weights and two moments, 4 bytes each, are sharded over the data-parallel ranks.
         optimizer_bytes = 12 * (expert_weights / self.edp + other_weights / self.fsdp)
+        # The gradient has 4 bytes for each weight of the rank.
         return (expert_weights + other_weights) * (itemsize + 4) + optimizer_bytes
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has all weights, and computes its rows without the others."""
+        """Whether every rank has all weights, in modules of transformers, and computes alone."""
         return self.pp == self.fsdp == self.tp == 1 and not self.uses_megatron_modules
 
     def place(self, rank: int) -> RankPlace:
-        """Find the position of a rank (the formula at the top of the file, solved for the indices)."""
+        """Find the position of a rank: solve the formula at the top of the file for the indices."""
         remainder, tp = divmod(rank, self.tp)
         remainder, sp = divmod(remainder, self.sp)
         remainder, dp_shard = divmod(remainder, self.dp_shard)
@@ -204,7 +210,7 @@ class Layout:
         return "\n".join(lines)
 
     def describe(self) -> str:
-        """Format the sizes: `fsdp=2 tp=2 sp=1 pp=1`."""
+        """Format the sizes: `fsdp=2 tp=2 sp=1 pp=1`, with dp_replicate and ep if above 1."""
         if self.world_size == 1:
             return "one process"
         replicas = f"dp_replicate={self.dp_replicate} " if self.dp_replicate > 1 else ""
@@ -234,7 +240,7 @@ class ModelShape:
 
 TENSOR_STYLES = {"colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"}
 TENSOR_STYLES |= {"replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Styles of transformers' plans that `parallel.tensor_parallel` supports."""
+"""Styles of tensor parallelism in transformers' plans that `parallel.tensor_parallel` supports."""
 
 
 def check_model(layout: Layout, model: ModelShape, where: str) -> None:
@@ -248,9 +254,11 @@ def check_model(layout: Layout, model: ModelShape, where: str) -> None:
     Raises:
         ConfigError: all sizes that do not fit, in one error.
     """
-    problems = _tensor_parallel_problems(layout.tp, model) if layout.tp > 1 else []
+    problems = []
     if layout.pp > model.num_layers:
-        problems.insert(0, f"{model.num_layers} layers for {layout.pp} pipeline stages")
+        problems.append(f"{model.num_layers} layers for {layout.pp} pipeline stages")
+    if layout.tp > 1:
+        problems += _tensor_parallel_problems(layout.tp, model)
     if layout.ep > 1 and (not model.num_experts or model.num_experts % layout.ep):
         num_experts = model.num_experts or "no"
         problems.append(f"{num_experts} experts for expert parallelism over {layout.ep}")

@@ -18,7 +18,8 @@ def check_positions(config: Config) -> Findings:
     """Yield sequences that are longer than the positions of the policy or of a teacher."""
     num_tokens = BatchPlan(config).max_sequence_tokens
     model = config.actor_rollout_ref.model
-    # Which part of a nested configuration the entries replace is known to transformers alone.
+    # Entries of `override_config` may raise the positions. Which part of a nested configuration
+    # they replace is known to transformers alone.
     if model.path and not model.override_config:
         positions = _num_positions(model.path)
         if positions is not None and num_tokens > positions:
@@ -66,16 +67,20 @@ def too_short_teacher(key: str, num_tokens: int, positions: int, path: str) -> C
 
 
 def _num_positions(path: str) -> int | None:
-    """Positions that the config.json in a model's folder names; None if it is not known."""
+    """Positions that the config.json in a model's folder names.
+
+    None: the folder is not on this machine, or its config.json does not name them.
+    """
     file = Path(path).expanduser() / "config.json"
     try:
-        described = json.loads(file.read_text(encoding="utf-8"))
+        model_config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         # Other checks report a model that is missing or damaged.
         return None
-    if isinstance(described, dict) and "vision_config" in described:
-        described = described.get("text_config")
-    if not isinstance(described, dict):
+    # A vision-language model has the positions of its decoder in a section.
+    if isinstance(model_config, dict) and "vision_config" in model_config:
+        model_config = model_config.get("text_config")
+    if not isinstance(model_config, dict):
         return None
-    positions = described.get("max_position_embeddings")
+    positions = model_config.get("max_position_embeddings")
     return positions if isinstance(positions, int) else None

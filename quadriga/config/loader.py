@@ -39,7 +39,7 @@ from quadriga.redact import HIDDEN, hidden_names
 _OVERRIDE = re.compile(
     r"\s*(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL
 )
-_MISSING = object()  # stands for the value of a key that has none; null is a value
+_MISSING = object()  # stands for the value of a key that was not set; null is a value
 CUSTOM_CLASS = "data.custom_cls.path"
 CUSTOM_OPTIONS = "data.custom_cls.options"
 EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
@@ -88,16 +88,17 @@ def load_config(
         ConfigError: all problems, in one error.
     """
     problems = []
+    # The tree of each file, and file and line of its keys. Problems are added to the list.
     trees = [read_yaml(Path(file), problems) for file in files]
     chosen_task = _choose_task(task, [tree for tree, _ in trees], overrides)
     # The task has to be known first, because it determines which keys exist and their spelling.
     builder = _ConfigBuilder(chosen_task, problems=problems)
-    # In rising order of precedence.
+    # In rising order of precedence: a later value replaces an earlier one.
     for tree, places in [({"task": chosen_task}, {}), (defaults, {}), *trees, (values, {})]:
         for key, value in tree.items():
             builder.assign(str(key), value, places)
     notices = list(builder.assign_overrides(overrides))
-    # The configuration that a run writes down has placeholders for secrets.
+    # A run writes its configuration down with placeholders for secrets. They are no values.
     for key, place in builder.places.items():
         for name in hidden_names(builder.value(key), key):
             expected = "the value, which a run does not write down"
@@ -110,7 +111,13 @@ def load_config(
 
 
 def _choose_task(default: str, trees: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> str:
-    """Find the task: the last valid one that files or overrides name, else the default."""
+    """Find the task: the last valid one that files or overrides name, else the default.
+
+    Args:
+        default: the task if none is named.
+        trees: trees of the files.
+        overrides: words `a.b=c`.
+    """
     names = [default]
     names += [tree.get("task", tree.get("objective")) for tree in trees]
     for override in overrides:
@@ -130,7 +137,7 @@ def read_settings(
 
     Args:
         values: values by dotted key.
-        places: place of each value, for errors; the key itself where it is missing.
+        places: by dotted key, the place that errors name after the key; a key may have none.
         task: the task.
         for_training: whether to make the checks of a training run, too.
 
@@ -153,8 +160,8 @@ def parse_override(
     Args:
         argument: the word.
         task: the task.
-        open_sections: for sections to which the user's code may add keys, the dictionary that holds
-            them. `+section.name=value` with a new name sets an entry of that dictionary.
+        open_sections: for each section to which the user's code may add keys, the dotted key of the
+            dictionary that holds them. `+section.name=value` with a new name sets an entry of it.
 
     Returns:
         The dotted key in the task's spelling, and the value.
@@ -174,11 +181,13 @@ def parse_override(
     section, _, name = key.partition(".")
     # A new key with a plus sign is an entry of a dictionary that the user's code reads.
     if match["sign"] and not leaf_of(key, task):
-        first_part = f"{section}.{name.partition('.')[0]}"
-        if section in open_sections and first_part not in section_keys(task):
+        # A key below a sub-section of the package is a misspelled one, not a new one.
+        subsection = f"{section}.{name.partition('.')[0]}"
+        if section in open_sections and subsection not in section_keys(task):
             key = f"{open_sections[section]}.{name}"
         elif section == "data" and "." not in name and not nearest_keys(key, task):
-            # Validation refuses it there, and says which key would make it valid.
+            # No class reads the key. Validation refuses it in this dictionary, and says which key
+            # must name the class.
             key = f"{CUSTOM_OPTIONS}.{name}"
     # Text needs no quotes on the command line, except where YAML could mean something else.
     leaf = leaf_of(key, task)
@@ -187,7 +196,7 @@ def parse_override(
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
-        # The key does not exist, which is reported in place of its value.
+        # The key does not exist: the caller reports that, and not its value.
         if leaf is None:
             return key, text
         raise ConfigError(
@@ -225,11 +234,12 @@ def _is_text(text: str, leaf: KeyInfo | None, key: str) -> bool:
 
     Args:
         text: the value.
-        leaf: the key of the table that `key` belongs to, if any.
+        leaf: the result of `leaf_of` for `key`: the key itself, or an open dictionary around it.
         key: the dotted key.
     """
     if text == "":
         return True
+    # Entries of open dictionaries are YAML: their type is not known.
     if leaf is None or not leaf.is_text or key != leaf.key:
         return False
     # Text may begin with a brace, as in "{project_name}", unless the key may be a dictionary.
@@ -268,7 +278,8 @@ class _ConfigBuilder:
         """Assign the values of the command line.
 
         Yields:
-            Notices about keys that are set twice, and about new keys that resemble known ones.
+            Notices about keys that are set twice, and about keys of the user's own that resemble
+            keys of the package.
         """
         assigned_keys = set()
         open_sections = self._open_sections(overrides)
@@ -278,7 +289,8 @@ class _ConfigBuilder:
             except ConfigError as problem:
                 self.problems.append(problem)
                 continue
-            # `+section.name=value` may be a misspelled key of the package.
+            # A key that became an entry of a user's dictionary may be a misspelled one of the
+            # package.
             for section, dictionary in open_sections.items():
                 name = key.removeprefix(f"{dictionary}.")
                 near_keys = nearest_keys(f"{section}.{name}", self.task)
@@ -301,7 +313,7 @@ class _ConfigBuilder:
         Returns:
             For each section, the dictionary that holds such keys, as for `parse_override`.
         """
-        # The values of these keys, by which a user's code takes part. Those of the command line are
+        # Keys by which a user's code takes part, with their values. Those of the command line are
         # not assigned yet, so they are read from it here.
         keys = (CUSTOM_CLASS, "algorithm.adv_estimator", EXTERNAL_LIB)
         values = {key: self.value(key) for key in keys if leaf_of(key, self.task)}
@@ -323,11 +335,11 @@ class _ConfigBuilder:
         """Assign a value to a dotted key, or add a problem if that is impossible.
 
         Args:
-            key: a key, or a section whose value is a dictionary.
+            key: a key, or a section whose value is a dictionary, in either spelling.
             value: the value.
-            places: file and line by dotted key, as in the file.
+            places: file and line by dotted key, as the file spells it.
         """
-        spelled_key = key
+        key_in_file = key
         place = places.get(key)
         key = spell_key(key, self.task)
         if key == _ENVIRONMENT and isinstance(value, str):
@@ -337,10 +349,11 @@ class _ConfigBuilder:
             self._store(key, value, place)
         elif isinstance(value, dict) and (value or key in sections):
             for name, entry in value.items():
-                self.assign(f"{spelled_key}.{name}", entry, places)
+                self.assign(f"{key_in_file}.{name}", entry, places)
         elif key not in sections:
             self._report_unknown_key(key, value, place)
         elif value is not None:
+            # A section without keys is null in YAML, which is accepted. Other values are not.
             prefix = f"{key}."
             names = [
                 leaf_key.removeprefix(prefix).partition(".")[0]
@@ -356,7 +369,10 @@ class _ConfigBuilder:
             )
 
     def _store(self, key: str, value: Any, place: str | None) -> None:
-        """Store the value of a key in the tree."""
+        """Store the value of a key in the tree, or add a problem if that is impossible.
+
+        Entries of a dictionary are added to those that the key has already.
+        """
         if "${" in str(value):
             self.add_problem(
                 key,
@@ -380,7 +396,7 @@ class _ConfigBuilder:
                     expected=f"none, because {above} is {as_text(node, above)}",
                 )
                 return
-        # A later dictionary replaces single entries of an earlier one.
+        # A later dictionary replaces single entries of an earlier one, not all of it.
         if isinstance(value, dict) and isinstance(node.get(last), dict):
             value = fill_missing(value, node[last])
         # A copy, because an anchor in YAML puts one object in several places.
@@ -392,6 +408,7 @@ class _ConfigBuilder:
         if is_key_of_verl(key, self.task):
             program = "main_ppo" if self.task == "rl" else "sft_trainer"
             fix = f"`quadriga verl {program}` accepts verl's command lines; here leave the key out."
+            # verl has the parallel sizes in a section for Megatron; here they are beside it.
             section, _, name = key.rpartition(".megatron.")
             size_key = f"{section}.{_SIZES_OF_MEGATRON.get(name, name)}"
             if leaf_of(size_key, self.task):
@@ -438,17 +455,18 @@ class _ConfigBuilder:
         config = self.validate()
         if for_training and config is not None:
             if not is_verls:
-                config, choice = with_groups(config)
-                notices += [choice] if choice else []
+                config, notice = with_groups(config)
+                if notice:
+                    notices.append(notice)
             # Checks see defaults in place of refused values, so they may report such a key again.
             refused_keys = {problem.where.partition(" (")[0] for problem in self.problems}
             problems, further_notices = training_findings(config, is_verls=is_verls)
             for problem in problems:
                 if spell_key(problem.where, self.task) not in refused_keys:
                     self.problems.append(problem)
-            notices += [spell_text(notice, self.task) for notice in further_notices]
+            notices += [spell_text(text, self.task) for text in further_notices]
         for problem in self.problems:
-            respell(problem, self.task)
+            respell(problem, self.task)  # in place
         return config
 
     def validate(self) -> Config | None:
@@ -467,8 +485,8 @@ class _ConfigBuilder:
             refused_keys = set()
             for error in errors:
                 key = self._key_of(error["loc"])
-                # A key that gets its value from another one (such as from clip_ratio) fails with it.
-                # Only the key that the user has written is reported.
+                # A key that has no value here got it from another one, such as from clip_ratio, and
+                # is refused with it. Only the key that the user has written is reported.
                 if key not in refused_keys and self.value(key) is not _MISSING:
                     refused_keys.add(key)
                     self._report_value(key, error)
@@ -500,16 +518,18 @@ class _ConfigBuilder:
         leaf = leaf_keys(self.task).get(key)
         expected = leaf.kind if leaf else "a section"
         fix = ""
+        # An error that `refuse` made has both texts.
         if error["type"] == "refused":
             expected = error["ctx"]["expected"]
             fix = error["ctx"]["fix"]
         elif leaf is None:
-            pass
+            pass  # a section
         elif value in ("None", "none") and leaf.kind.endswith("null"):
             fix = "Write null."
         elif isinstance(value, int | float) and leaf.is_text:
             fix = "Put text that looks like a number in quotes."
         elif isinstance(value, str) and expected.startswith("one of "):
+            # The text is that of `_describe_type`: "one of a, b, c".
             choices = expected.removeprefix("one of ").split(", ")
             close_choices = get_close_matches(value, choices, n=1)
             fix = f"Set {key}={leaf.default or 'null'}, the default."
@@ -524,7 +544,7 @@ class _ConfigBuilder:
 
         Args:
             key: the dotted key.
-            remove: whether to remove the value.
+            remove: whether to remove the value from the tree.
         """
         *path, last = spell_key(key, self.task, in_full=True).split(".")
         node: Any = self.values

@@ -70,7 +70,7 @@ class InteractionEntry(Section):
     @model_validator(mode="before")
     @classmethod
     def _derive_name(cls, values: Any) -> Any:
-        """Derive a missing name from the class: `SearchInteraction` is called `search`."""
+        """Set a missing name to that of the class: `SearchInteraction` is called `search`."""
         if not isinstance(values, dict) or values.get("name"):
             return values
         class_name = values.get("class_name")
@@ -115,7 +115,7 @@ def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSect
         for detail in error.errors(include_url=False):
             parts = [str(part) for part in detail["loc"]]
             where = path
-            # A missing key has no line of its own: the nearest key above it has.
+            # A missing key has no line of its own, so the nearest key above it gives the place.
             for end in range(1, len(parts) + 1):
                 where = places.get(".".join(parts[:end]), where)
             got = "nothing" if detail["type"] == "missing" else repr(detail["input"])[:120]

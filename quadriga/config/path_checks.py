@@ -38,6 +38,7 @@ def _check_inputs(config: Config) -> Findings:
     for option in rollout.traits.file_options:
         key = f"{ROLLOUT}.engine_kwargs.{option}"
         path = rollout.engine_kwargs.get(option)
+        # The key is in an open dictionary, so it may be missing or no text.
         if isinstance(path, str):
             yield from check_exists(key, path, "a file")
         else:
@@ -58,7 +59,9 @@ def check_exists(key: str, path: str | None, expected: str) -> Findings:
     Args:
         key: the key that names the path.
         path: a path or a `file://` URL; null is not checked.
-        expected: the kind of path, which ends in the word for it: "a Python file".
+        expected: what the path must name, for the error. "a Python file" may also be a module
+            (`pkg://`), and like "a YAML file" it cannot be a folder. The last word, such as "file",
+            is used alone as well.
     """
     is_python = expected == "a Python file"
     # Whether a module exists shows only when it is imported, which a check must not do.
@@ -88,7 +91,7 @@ def _check_directory(key: str, path: str | None) -> Findings:
             "Write to a local directory, and copy it from there.",
         )
         return
-    # The nearest existing parent must be writable, since the others are created in it.
+    # The nearest folder on the path that exists must be writable: the others are created in it.
     parent = Path(path).expanduser().absolute()
     while not parent.exists():
         parent = parent.parent
@@ -101,16 +104,18 @@ def _check_directory(key: str, path: str | None) -> Findings:
 def check_files(config: Config) -> Findings:
     """Yield data files and models that do not exist."""
     trainer = config.trainer
-    validates_first = trainer.val_before_train and config.task == "rl"
     env = config.env
+    # An environment makes the rows of a run without files.
     needs_files = env.name is None
     yield from _check_data("data.train_files", config.data.train_files, is_needed=needs_files)
+    # Supervised tasks skip the validation before training if there are no files.
+    validates_first = trainer.val_before_train and config.task == "rl"
+    validates = validates_first or trainer.test_freq != -1
     yield from _check_data(
         "data.val_files",
         config.data.val_files,
-        is_needed=(validates_first or trainer.test_freq != -1)
-        and (needs_files or env.num_val_episodes == 0),
-        alternative=" To train without validation set trainer.val_before_train=False "
+        is_needed=validates and (needs_files or env.num_val_episodes == 0),
+        alternative="To train without validation set trainer.val_before_train=False "
         "and leave trainer.test_freq at -1.",
     )
 
@@ -134,20 +139,29 @@ def check_files(config: Config) -> Findings:
 def _check_data(
     key: str, files: str | list[str], *, is_needed: bool, alternative: str = ""
 ) -> Findings:
-    """Yield data files and patterns that match no file, and a required key that is empty."""
+    """Yield data files that do not exist, patterns without a match, and a needed key without files.
+
+    Args:
+        key: the key that names the files.
+        files: a path or pattern, or a list of these.
+        is_needed: whether the run needs at least one file.
+        alternative: a sentence for errors about missing files, on how to do without any; "": none.
+    """
     listed_paths = [files] if isinstance(files, str) else files
     paths = [path for path in listed_paths if path]
     if not paths and is_needed:
         fix = f"Set {key} to a parquet, json or jsonl file (`quadriga prepare data` writes some)."
-        yield MachineError(key, "nothing", "a file", fix + alternative)
+        yield MachineError(key, "nothing", "a file", f"{fix} {alternative}".strip())
     for path in paths:
         if path in ("None", "none"):
-            yield MachineError(key, f"'{path}'", "a file", f"For no file write null.{alternative}")
+            fix = f"For no file write null. {alternative}".strip()
+            yield MachineError(key, f"'{path}'", "a file", fix)
             continue
         # Whether a URL exists shows when the data are loaded.
         if "://" in path:
             continue
         full_path = os.path.expanduser(path)
+        # A file whose name has a `*` or a bracket is no pattern.
         if not glob.has_magic(full_path) or os.path.exists(full_path):
             yield from check_exists(key, path, "a file")
         elif not glob.glob(full_path, recursive=True):

@@ -82,7 +82,11 @@ def role_pools(trainer: TrainerConfig, optional_roles: Collection[str] = ()) -> 
 
     Args:
         trainer: the section with the placement.
-        optional_roles: names of the optional roles to include.
+        optional_roles: names of the optional roles to include. By default none is.
+
+    Returns:
+        Name of the pool, by name of the role. A user's placement may lack roles, and have unknown
+        ones.
     """
     placement = trainer.placement if trainer.backend == "ray" else "together"
     pools = _ARRANGEMENTS[placement] if isinstance(placement, str) else placement
@@ -112,7 +116,7 @@ def place_roles(
         ConfigError: a role has no pool.
     """
     pools = role_pools(trainer, optional_roles)
-    # The role of the policy depends on the placement, and brings others with it.
+    # The placement decides which role the policy is, and which further roles it needs.
     policy = next((role for role in POLICIES if role in pools), "actor_rollout")
     policy_pool = pools.get(policy)
     needed_roles = []
@@ -120,7 +124,7 @@ def place_roles(
         needed_roles.append("rollout")
     if policy != "actor_rollout_ref" and has_reference:
         needed_roles.append("ref")
-    # A policy without a reference is called `actor_rollout`, whatever the placement calls it.
+    # Without a reference the role `actor_rollout_ref` becomes `actor_rollout`, in the same pool.
     if policy == "actor_rollout_ref" and not has_reference:
         policy = "actor_rollout"
     if has_critic:
@@ -151,14 +155,14 @@ def arranged_roles(
         config: the run.
         has_critic: whether there is a critic, which depends on the advantage estimator.
 
-    Returns:
-        For each role, the dotted key of the section with its parallel sizes, that section, and the
-        number of ranks.
+    Yields:
+        For each role, the dotted key of the section with its parallel sizes, this section, and the
+        number of ranks. Roles of the policy have the actor's section, so it may come twice.
     """
     trainer = config.trainer
     sections = _sections(config)
     for role, pool in role_pools(trainer, enabled_roles(config)).items():
-        # The rollout, and roles that a user has misspelled, have no such section.
+        # The rollout, which is divided in another way, and misspelled roles have no such section.
         if role not in sections or (role == "critic" and not has_critic):
             continue
         num_ranks = sum(trainer.processes_of(pool)) if trainer.backend == "ray" else 1
@@ -167,7 +171,7 @@ def arranged_roles(
 
 
 def _sections(config: Config) -> dict[str, tuple[str, ParallelConfig]]:
-    """For each role, the section with its parallel sizes, after its dotted key."""
+    """For each role, the dotted key of the section with its parallel sizes, and this section."""
     sections: dict[str, tuple[str, ParallelConfig]] = {
         "critic": (CRITIC, config.critic),
         "reward_model": ("reward_model", config.reward_model),
@@ -179,13 +183,14 @@ def _sections(config: Config) -> dict[str, tuple[str, ParallelConfig]]:
 
 
 def profiled_ranks(config: Config, role: str) -> list[int] | None:
-    """Ranks of a role to profile; None means all. The rollout has the actor's ranks."""
+    """Ranks of a role to profile; None means all. For the rollout the actor's key counts."""
     _, section = _sections(config)["actor" if role == "rollout" else role]
     return section.profiler.ranks
 
 
 def check_profiles(config: Config) -> Findings:
     """Yield ranks to profile that do not exist, or that are set without a profiler."""
+    # Both by the dotted key of the section.
     sections: dict[str, ParallelConfig] = {}
     sizes: dict[str, int] = {}
     for where, section, size in arranged_roles(config, has_critic=True):
@@ -215,12 +220,14 @@ def check_profiles(config: Config) -> Findings:
 def with_fewer_processes(config: Config) -> Iterator[Config]:
     """Yield configurations with fewer and fewer processes, as long as their ranks can be arranged.
 
-    All pools shrink together: by a machine at a time, then by a process of their last machine.
+    All pools shrink together: by a machine at a time, then by a process of their last machine. The
+    last configuration has one process in each pool.
     """
     trainer = config.trainer
     roles = role_pools(trainer, enabled_roles(config))
     pools = {pool: trainer.processes_of(pool) for pool in roles.values()}
     while any(counts != [1] for counts in pools.values()):
+        # Without the last machine, or if it is the only one, with a process less.
         pools = {pool: counts[:-1] or [max(1, counts[0] - 1)] for pool, counts in pools.items()}
         smaller_trainer = trainer.model_copy(update={"resource_pools": pools})
         smaller = config.model_copy(update={"trainer": smaller_trainer})
@@ -229,7 +236,10 @@ def with_fewer_processes(config: Config) -> Iterator[Config]:
 
 
 def rollout_ranks(config: Config) -> list[int]:
-    """Ranks on each machine that generate: the policy's, or those of a separate pool."""
+    """Number of ranks on each machine that generate: the policy's, or those of a separate pool.
+
+    [] if a user's placement has no pool for the rollout.
+    """
     if config.trainer.backend != "ray":
         return [1]
     pool = _rollout_pool(config)
@@ -243,7 +253,7 @@ def _rollout_pool(config: Config) -> str | None:
 
 
 def rollout_devices(config: Config) -> int:
-    """Number of devices of each rollout process.
+    """Number of devices that Ray gives to each rollout process.
 
     It is 1 unless the process starts further processes for an engine, one per device, as vLLM does
     during asynchronous training on Ray.
@@ -251,14 +261,17 @@ def rollout_devices(config: Config) -> int:
     rollout = config.actor_rollout_ref.rollout
     starts_processes = rollout.traits.computes_in == "own_if_async"
     is_on_ray = config.trainer.backend == "ray"
-    # The engine gets all of its devices through one rollout process.
     if is_on_ray and config.async_training.enable and starts_processes:
         return rollout.tensor_model_parallel_size
     return 1
 
 
 def engine_ranks(config: Config) -> int:
-    """Number of ranks that form one rollout engine."""
+    """Number of devices over which one rollout engine is divided on Ray; 1 without Ray.
+
+    They belong to as many rollout processes (`rollout_group_size`), or all to one process
+    (`rollout_devices`).
+    """
     rollout = config.actor_rollout_ref.rollout
     if rollout.traits.spans_ranks and config.trainer.backend == "ray":
         return rollout.tensor_model_parallel_size
@@ -266,11 +279,15 @@ def engine_ranks(config: Config) -> int:
 
 
 def rollout_share(config: Config) -> float:
-    """Share of a GPU that an engine with `gpu_memory_utilization` reserves when it starts."""
+    """Share of a GPU's memory that an engine with `gpu_memory_utilization` reserves at its start.
+
+    It is the value of the key. If the key is not set and nothing trains on the GPU, it is the
+    larger default of the engine's package.
+    """
     rollout = config.actor_rollout_ref.rollout
     package = rollout.traits.package
     share = None if package is None else package.share_without_training
-    # An engine beside a model in training must leave room for it.
+    # Whether the engine must leave room for training: the rollout has no pool of its own.
     trains_here = "rollout" not in role_pools(config.trainer)
     if share is None or trains_here or "gpu_memory_utilization" in rollout.model_fields_set:
         return rollout.gpu_memory_utilization
@@ -283,7 +300,10 @@ def rollout_group_size(config: Config) -> int:
 
 
 def devices_problem(config: Config) -> ConfigError | None:
-    """Error about an engine such as SGLang that cannot use the GPUs of Ray; None if there is none."""
+    """Error about an engine that cannot get several GPUs from Ray, such as SGLang; None: no error.
+
+    The error is only for machines with GPUs.
+    """
     rollout = config.actor_rollout_ref.rollout
     size = rollout.tensor_model_parallel_size
     # Without Ray, the engine chooses its devices itself.
@@ -301,10 +321,14 @@ def devices_problem(config: Config) -> ConfigError | None:
 
 
 def experts_problem(config: Config) -> ConfigError | None:
-    """Error about an engine that cannot divide experts on a CPU; None if there is none."""
+    """Error about an engine that cannot divide experts on a CPU; None: no error.
+
+    The error is only for machines without GPUs.
+    """
     rollout = config.actor_rollout_ref.rollout
     size = rollout.expert_parallel_size
     devices = rollout.traits.expert_parallel_devices
+    # An engine that divides experts on no device is refused by `RolloutConfig.findings`.
     if size == 1 or not devices or "cpu" in devices:
         return None
     return ConfigError(
@@ -324,9 +348,10 @@ def has_shards(config: Config) -> bool:
 
 
 def sends_parts(config: Config) -> bool:
-    """Whether every trainer rank sends its parts of the weights to a rollout group in another pool.
+    """Whether every rank of the trainer sends its part of each weight to a rollout group.
 
-    Otherwise the first rank sends full tensors, with an adapter merged into them or sent separately.
+    This is about a rollout in another pool. Otherwise the first rank sends full tensors, with an
+    adapter merged into them or sent separately.
     """
     if has_shards(config):
         return True
@@ -343,19 +368,20 @@ def _check_groups(config: Config) -> Findings:
     if size == 1:
         return
     rollout = config.actor_rollout_ref.rollout
-    in_groups = f"with groups of {size} ranks"
+    condition = f"with groups of {size} ranks"
     if not rollout.request_seeds:
         yield ConfigError(
             f"{ROLLOUT}.request_seeds",
-            f"false, {in_groups}",
+            f"false, {condition}",
             "true: the ranks of a group must sample with the same seed for each response",
             "Set it to true, or tensor_model_parallel_size to 1.",
         )
+    # In the calling process several engines are refused by the rollout's own findings.
     num_replicas = rollout.data_parallel_size
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
         yield ConfigError(
             f"{ROLLOUT}.data_parallel_size",
-            f"{num_replicas}, {in_groups}",
+            f"{num_replicas}, {condition}",
             "1",
             "Set it to 1: each group is an engine.",
         )
@@ -368,9 +394,9 @@ def _on_device(
 
     Args:
         problem: the problem, if there is one.
-        chosen_device: `trainer.device`. For auto, the problem is only a notice.
-        device: the device on which the run fails.
-        machine: describes machines on which `auto` chooses that device.
+        chosen_device: `trainer.device`. With "auto" the problem becomes a notice.
+        device: the kind of device on which the run fails, "cpu" or "cuda".
+        machine: describes the machines on which "auto" chooses this kind: "with GPUs".
     """
     if problem is None:
         return
@@ -389,19 +415,19 @@ def _check_group_sizes(config: Config) -> Findings:
     num_ranks = sum(ranks_per_machine)
     size = rollout_group_size(config)
     # Without Ray `rollout_group_size` is 1. That is right for an engine that starts processes of
-    # its own, but one that computes in the calling ranks still needs all ranks of a group.
+    # its own. One that computes in the calling ranks would need several, which only Ray starts.
     if rollout.traits.spans_ranks and rollout.traits.computes_in == "caller":
         size = rollout.tensor_model_parallel_size
     # The devices of one process are on one machine.
     fits_machines = all(count % num_devices == 0 for count in ranks_per_machine)
     if num_ranks % size == 0 and fits_machines:
         return
-    # The error names the key that sets the number of processes.
     group_size = size * num_devices
     got = f"{size}: groups of {group_size} processes, but {num_ranks} generate"
     expected = "a number that divides the processes that generate"
     if num_devices > 1:
         expected += " on each machine"
+    # The key that sets the number of processes.
     pool = _rollout_pool(config)
     key = "trainer.n_gpus_per_node"
     if pool in trainer.resource_pools:
@@ -488,7 +514,12 @@ def _check_megatron_version() -> Findings:
 
 
 def _check_activations(at: str, model: ModelConfig | CriticModelConfig) -> Findings:
-    """Yield an error if activations are to be offloaded, which Megatron-core does not do here."""
+    """Yield an error if activations of a model are to be offloaded, which only FSDP2 supports.
+
+    Args:
+        at: dotted key of the section.
+        model: the section of the model.
+    """
     if model.enable_activation_offload:
         yield ConfigError(
             f"{at}.enable_activation_offload",
@@ -515,6 +546,7 @@ def _check_shared_sizes(config: Config) -> Findings:
     pools = role_pools(config.trainer, optional_roles)
     policy_pool = next((pools[role] for role in POLICIES if role in pools), None)
     critic = ["critic"] if _is_gae(config) else []
+    # The roles beside the actor in its processes.
     roles = [role for role in critic + optional_roles if pools.get(role) == policy_pool]
     for name in (
         "tensor_model_parallel_size",
@@ -600,7 +632,7 @@ def _check_local(config: Config) -> Findings:
                 "Several processes need Ray: set trainer.backend=ray (`quadriga train --ray`).",
             )
 
-    # Keys about several processes, their recovery and the cluster.
+    # Only Ray reads the keys about several processes, their recovery and the cluster.
     default = TrainerConfig()
     names = [
         "placement",
@@ -623,9 +655,9 @@ def _check_local(config: Config) -> Findings:
 def _starts_processes(config: Config) -> bool:
     """Whether the rollout engine of a local run computes in processes of its own."""
     rollout = config.actor_rollout_ref.rollout
-    processes = rollout.traits.computes_in
-    if processes != "own_if_async":
-        return processes == "own" and not rollout.has_servers
+    computes_in = rollout.traits.computes_in
+    if computes_in != "own_if_async":
+        return computes_in == "own" and not rollout.has_servers
     is_async = rollout.mode == "async" or config.async_training.enable
     return is_async or rollout.tensor_model_parallel_size > 1
 
@@ -648,6 +680,7 @@ def _check_policy(pools: Mapping[str, str]) -> Findings:
             "The reference is either inside the policy's processes or a separate role.",
         )
     elif policies and ("rollout" in pools) != (policies == ["actor"]):
+        # The policy `actor` needs the role `rollout` beside it. The others contain the rollout.
         yield ConfigError(
             _KEY,
             got,

@@ -65,10 +65,12 @@ class RewardModelConfig(ParallelConfig):
 
     @property
     def fsdp_config(self) -> FSDPConfig:
+        """FSDP2 of the reward model. Other roles have this key in their own section."""
         return self.model.fsdp_config
 
     def findings(self, at: str) -> Findings:
         if not self.enable:
+            # Keys that only a reward model reads. The others are about graders.
             names = {f"{at}.{name}" for name in (*_PASSES, *ParallelConfig.model_fields)}
             changed = self.model.changed_keys(f"{at}.model")
             changed += [key for key in self.changed_keys(at) if key in names]
@@ -98,12 +100,12 @@ class CustomRewardFunctionConfig(Section):
 
 
 def check_overlong(at: str, max_length: Any, buffer: Any) -> Findings:
-    """Yield wrong lengths of the penalty for over-long responses of the reward manager `dapo`.
+    """Yield wrong options of the reward manager `dapo` about its penalty for over-long responses.
 
     Args:
         at: dotted key of the options.
-        max_length: option `max_resp_len`, in tokens.
-        buffer: option `overlong_buffer_cfg`.
+        max_length: option `max_resp_len`, in tokens. It is only read if the penalty is enabled.
+        buffer: option `overlong_buffer_cfg`, a dictionary with the keys of `BUFFER_DEFAULTS`.
     """
     key = f"{at}.overlong_buffer_cfg"
     if not isinstance(buffer, Mapping):
@@ -150,7 +152,7 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
         return
 
     fix = "Name a model that was trained to score."
-    # A model with another head would load, with a new, untrained one.
+    # A model with another head would load as well, but with a new, untrained head for the score.
     names = model_config.get("architectures") or []
     is_classifier = not names or any(name.endswith("ForSequenceClassification") for name in names)
     if not is_classifier and not reward.model.trust_remote_code:
@@ -161,7 +163,7 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
             fix,
         )
         return
-    # By transformers' default, a classifier has two labels.
+    # Without either key, a classifier has two labels: transformers' default.
     num_labels = model_config.get("num_labels", len(model_config.get("id2label") or range(2)))
     if num_labels != 1:
         yield MachineError(
@@ -171,7 +173,7 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
             fix,
         )
 
-    # Sequences of the policy must fit into the positions of the reward model.
+    # Sequences of the policy should fit into the reward model's positions, and into max_length.
     num_positions = model_config.get("max_position_embeddings")
     limit = reward.max_length
     if not isinstance(num_positions, int):

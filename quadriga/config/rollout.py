@@ -39,7 +39,7 @@ _UNREAD_BY_SERVERS = (
 
 def _check_engine_name(name: str) -> str:
     """Validate the name of an engine, so that `traits_of` cannot fail for it later."""
-    # A user's file may have changed since another configuration named it.
+    # Read again: a user's file may have changed since an earlier configuration named it.
     traits_of.cache_clear()
     try:
         traits_of(name)
@@ -182,20 +182,20 @@ class RolloutConfig(LogProbConfig):
 
     @property
     def engine_title(self) -> str:
-        """The engine in messages."""
+        """Name of the engine in messages: that of its library (vLLM), or else `name`."""
         package = self.traits.package
         return self.name if package is None else package.title
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether the engine can hand over sequences in flight, which another engine can continue."""
+        """Whether the engine can hand over sequences in flight for another engine to continue."""
         return self.traits.continues_unfinished and self.mode == "sync"
 
     @property
     def has_servers(self) -> bool:
         """Whether the engine uses running servers that the configuration names."""
         traits = self.traits
-        # Options of an engine may also be in a dictionary under its name.
+        # Options of an engine may also be in a dictionary below its name.
         options = self.engine_kwargs | dict(self.engine_kwargs.get(self.name) or {})
         has_option = not options.keys().isdisjoint(traits.server_options)
         return traits.computes_in == "servers" or has_option
@@ -203,7 +203,7 @@ class RolloutConfig(LogProbConfig):
     def findings(self, at: str) -> Findings:
         yield from self._unread_keys(at)
         yield from self._sampling_findings(at)
-        # Differences between the log-probs of trainer and rollout.
+        # Limits of the difference between the log-probs of trainer and rollout.
         stop = self.log_prob_diff_stop
         warn = self.log_prob_diff_warn
         if stop is not None and stop < warn:
@@ -240,11 +240,10 @@ class RolloutConfig(LogProbConfig):
 
     def _sampling_findings(self, at: str) -> Findings:
         """Yield sampling settings that training cannot learn from, or only inexactly."""
-        greedy = "Training learns from the differences between responses: let it sample."
+        fix = "Training learns from the differences between responses: let it sample."
         if not self.do_sample:
-            yield ConfigError(f"{at}.do_sample", "false", "true", greedy)
+            yield ConfigError(f"{at}.do_sample", "false", "true", fix)
         if self.temperature == 0:
-            fix = greedy
             if self.n > 1:
                 fix += f" All {self.n} responses to a prompt would be the same: no gradient."
             yield ConfigError(f"{at}.temperature", "0", "a number above 0", fix)
@@ -258,8 +257,8 @@ class RolloutConfig(LogProbConfig):
         """Yield problems with tensor and expert parallelism of the engine."""
         size = self.tensor_model_parallel_size
         if size > 1 and not self.traits.supports_tensor_parallel:
-            # The fix leaves out two engines that pass the check: SGLang, which gets no devices on
-            # Ray, and http, whose servers have settings of their own.
+            # The fix does not name two engines that pass this check: SGLang, which gets no devices
+            # on Ray, and http, whose servers have settings of their own.
             yield ConfigError(
                 f"{at}.tensor_model_parallel_size",
                 f"{size}, with {at}.name={self.name}",
@@ -317,7 +316,11 @@ class RolloutConfig(LogProbConfig):
             )
 
     def _filter_findings(self, at: str) -> Findings:
-        """Yield filters for which the engine cannot report the log-probabilities for training."""
+        """Yield filters for which the engine cannot report the log-probabilities for training.
+
+        Training needs them after the temperature and before the filter. At temperature 1 these are
+        the model's own, which the engine does report.
+        """
         if _list_filters(self) and self.temperature != 1:
             yield ConfigError(
                 f"{at}.temperature",
@@ -329,7 +332,8 @@ class RolloutConfig(LogProbConfig):
                     f"or generate with {DEFAULT_ENGINE}."
                 ),
             )
-        # Nothing is learned from validation, so there only a metric is missing.
+        # Nothing is learned from validation, so there only a metric is missing. The engine reports
+        # in one way, which the filters of training decide.
         validation = self.val_kwargs
         is_filtered = _list_filters(validation) or (
             _list_filters(self) and validation.temperature != 1
@@ -343,11 +347,9 @@ class RolloutConfig(LogProbConfig):
 
 
 def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
-    """Check several engines per process (`data_parallel_size`).
+    """Error about several engines per process (`data_parallel_size`) that the engine cannot have.
 
-    Returns:
-        The error if `data_parallel_size` is above 1 and the engine cannot have several engines in
-        a process; else None.
+    None: there is one engine per process, or a process can have several.
     """
     count = rollout.data_parallel_size
     if count == 1:
@@ -356,7 +358,7 @@ def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
     got = f"{count}, with {ROLLOUT}.name={rollout.name}"
     if rollout.has_servers:
         key = f"{ROLLOUT}.engine_kwargs"
-        # The last option is the one that takes several addresses.
+        # Of the options, the last one takes several addresses.
         if traits.server_options:
             key += f".{traits.server_options[-1]}"
         expected = "1: a request goes to the server with the fewest in flight"

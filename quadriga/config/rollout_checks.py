@@ -29,7 +29,10 @@ _AGENT_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 
 def _lacks_groups(config: Config) -> bool:
-    """Whether responses are compared with their group, but groups have one response."""
+    """Whether the advantage estimator compares responses with their group, but groups have one.
+
+    False for a user's estimator, whose declaration is not read.
+    """
     if not learns_from_rewards(config) or config.actor_rollout_ref.rollout.n > 1:
         return False
     declaration = read_declarations("register_adv_est").get(config.algorithm.adv_estimator)
@@ -37,7 +40,7 @@ def _lacks_groups(config: Config) -> bool:
 
 
 def check_groups(config: Config) -> Findings:
-    """Yield an error if responses are compared with their group, but groups have one response."""
+    """Yield an error if the estimator compares responses with their group, but groups have one."""
     if _lacks_groups(config):
         yield ConfigError(
             f"{ROLLOUT}.n",
@@ -64,11 +67,11 @@ def with_groups(config: Config) -> tuple[Config, str]:
         return config, ""
     rollout = policy.rollout.model_copy(update={"n": DEFAULT_GROUP_SIZE})
     policy = policy.model_copy(update={"rollout": rollout})
-    choice = (
+    notice = (
         f"{ROLLOUT}.n: {DEFAULT_GROUP_SIZE} responses to each prompt, because "
         f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares them."
     )
-    return config.model_copy(update={"actor_rollout_ref": policy}), choice
+    return config.model_copy(update={"actor_rollout_ref": policy}), notice
 
 
 def check_rollout(config: Config) -> Findings:
@@ -155,11 +158,13 @@ def check_replay(config: Config) -> Findings:
 
 
 def check_multi_turn(config: Config) -> Findings:
-    """Yield contradictions between `multi_turn`, `agent` and `mode`, and missing files."""
+    """Yield contradictions between keys about turns, agents and `mode`, and missing files."""
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
-    has_turns = turns.enable or rollout.agent.agent_loop_path is not None
-    if config.actor_rollout_ref.actor.echo_coeff and (rollout.mode == "sync" or not has_turns):
+    # A user's agent loop may take several turns without `multi_turn`.
+    may_take_turns = turns.enable or rollout.agent.agent_loop_path is not None
+    is_single_turn = rollout.mode == "sync" or not may_take_turns
+    if config.actor_rollout_ref.actor.echo_coeff and is_single_turn:
         yield ConfigError(
             f"{ACTOR}.echo_coeff",
             f"{config.actor_rollout_ref.actor.echo_coeff:g}, with responses of one turn",
@@ -173,6 +178,7 @@ def check_multi_turn(config: Config) -> Findings:
     if turns.enable:
         yield from _check_tools(config)
         return
+    # Without `multi_turn` an agent loop takes one turn.
     loop = rollout.agent.default_agent_loop
     if loop == "tool_agent":
         yield ConfigError(
@@ -195,22 +201,24 @@ def _check_without_loops(config: Config) -> Findings:
             f"Set {ROLLOUT}.mode=async.",
         )
         return
-    is_sync = f"{ROLLOUT}.mode is sync"
-    yield from notice_unused(rollout.multi_turn.changed_keys(_MULTI_TURN), is_sync)
-    yield from notice_unused(rollout.agent.changed_keys(f"{ROLLOUT}.agent"), is_sync)
+    keys = rollout.multi_turn.changed_keys(_MULTI_TURN)
+    reason = f"{ROLLOUT}.mode is sync"
+    yield from notice_unused(keys, reason)
+    yield from notice_unused(rollout.agent.changed_keys(f"{ROLLOUT}.agent"), reason)
     if rollout.trace_dir:
-        yield from notice_unused([f"{ROLLOUT}.trace_dir"], is_sync)
+        yield from notice_unused([f"{ROLLOUT}.trace_dir"], reason)
 
 
 def _check_agent_loop(config: Config) -> Findings:
-    """Yield an agent loop or a tool format that nothing registers."""
+    """Yield an agent loop or tool format that nothing registers, or a loop that ignores `env`."""
     rollout = config.actor_rollout_ref.rollout
     path = rollout.agent.agent_loop_path
     yield from check_exists(f"{ROLLOUT}.agent.agent_loop_path", path, "a Python or YAML file")
     loop = rollout.agent.default_agent_loop
     if not path:
         yield from _check_registered(_AGENT_LOOP, loop, LOOPS)
-    # Rows of a file may name the loop of environments in their column agent_name.
+    # With data files this is no error: their rows may name the loop of environments in the column
+    # agent_name.
     if config.env.name and not config.data.train_files and loop in LOOPS and loop != ENVIRONMENT:
         yield ConfigError(
             _AGENT_LOOP,
@@ -223,7 +231,13 @@ def _check_agent_loop(config: Config) -> Findings:
 
 
 def _check_registered(where: str, name: str, known: tuple[str, ...]) -> Findings:
-    """Yield an error if a name is not among the built-in ones."""
+    """Yield an error if a name is not among the known ones.
+
+    Args:
+        where: dotted key of the name.
+        name: the name.
+        known: the built-in names.
+    """
     if name in known:
         return
     close_names = get_close_matches(name, known, n=1)
@@ -264,7 +278,13 @@ def _check_tools(config: Config) -> Findings:
 
 
 def _check_tool_file(name: str, path: str | None, section: type[Section]) -> Findings:
-    """Yield an error if the file of a key of `multi_turn` is missing or wrong."""
+    """Yield an error if a YAML file that `multi_turn` names is missing or wrong.
+
+    Args:
+        name: name of the key in `multi_turn`.
+        path: the file; None: the key is not set.
+        section: schema of the file.
+    """
     if path is None:
         return
     missing_files = list(check_exists(f"{_MULTI_TURN}.{name}", path, "a YAML file"))

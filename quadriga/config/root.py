@@ -155,6 +155,7 @@ class Config(Section):
         if task not in ("sft", "reward_model"):
             return values
         values = fill_missing(values, PRESETS[task])
+        # Now the section exists, but its value may be one that validation refuses.
         data = dict(values["data"]) if isinstance(values["data"], dict | DataConfig) else {}
         batch_size = data.get("train_batch_size")
         length = data.get("max_length")
@@ -163,7 +164,8 @@ class Config(Section):
         # A step of a supervised task is one optimizer step on the full batch.
         if isinstance(batch_size, int):
             actor["ppo_mini_batch_size"] = batch_size
-        # These tasks have one limit, for prompt and response together.
+        # These tasks have one limit, for prompt and response together. Checks add up the two keys,
+        # so their sum is set to the limit.
         if isinstance(length, int):
             lengths = {"max_prompt_length": 1, "max_response_length": max(1, length - 1)}
             actor["loss_scale_factor"] = float(length)
@@ -171,21 +173,29 @@ class Config(Section):
 
 
 def _add_correction(tree: dict[str, Any]) -> dict[str, Any]:
-    """Add the default off-policy correction if a run may learn from stale samples."""
+    """Add the default off-policy correction if a run may learn from stale samples.
+
+    Args:
+        tree: the values before validation, in which any value may be of a wrong type.
+    """
     settings = tree.get("async_training")
     if not isinstance(settings, dict) or settings.get("enable") is not True:
         return tree
     if settings.get("max_staleness") == 0:
         return tree
     algorithm = tree.get("algorithm", {})
-    # Any setting of the section replaces the default.
+    # If any key of the section is set, the default does not apply.
     if not isinstance(algorithm, dict) or algorithm.get("rollout_correction"):
         return tree
     return fill_missing(tree, {"algorithm": {"rollout_correction": {"preset": CORRECTION}}})
 
 
 def _add_environment_defaults(tree: dict[str, Any]) -> dict[str, Any]:
-    """Add the defaults for conversations with an environment, if the configuration names one."""
+    """Add the defaults for conversations with an environment, if the configuration names one.
+
+    Args:
+        tree: the values before validation, in which any value may be of a wrong type.
+    """
     section = tree.get("env")
     if not isinstance(section, dict) or not section.get("name"):
         return tree
@@ -210,7 +220,7 @@ def spell_key(key: str, task: str, *, in_full: bool = False) -> str:
         old, new = (short, full) if in_full else (full, short)
         if key == old or key.startswith(f"{old}."):
             return new + key[len(old) :]
-    return key
+    return key  # both spellings are the same
 
 
 def spell_text(text: str, task: str) -> str:
@@ -221,6 +231,7 @@ def spell_text(text: str, task: str) -> str:
     # Without the first entry, `task`, which is also an ordinary word.
     for full, short in list(_SHORT.items())[1:]:
         text = text.replace(full, short)
+    # Docstrings name the keys of micro-batches alone, such as `ppo_max_token_len_per_gpu`.
     return text.replace("`ppo_m", "`m")
 
 

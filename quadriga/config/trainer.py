@@ -58,9 +58,13 @@ RAY_INIT_KEYS = frozenset(
 
 
 def _check_directory_pattern(value: str) -> str:
-    """Check a directory, in which only the names of project and run may be inserted."""
+    """Validate a directory, in which only the names of project and run may be inserted.
+
+    Raises:
+        PydanticCustomError: it is empty, has a lone brace, or another name in braces.
+    """
     try:
-        # Names of the places in braces.
+        # The names in braces. Text after the last brace comes with None.
         names = {name for _, name, _, _ in Formatter().parse(value) if name is not None}
     except ValueError:
         # A brace without its counterpart, which the check below refuses.
@@ -71,7 +75,11 @@ def _check_directory_pattern(value: str) -> str:
 
 
 def _check_name_in_path(value: str) -> str:
-    """Check a name, which may have folders, but must not lead out of the run's directory."""
+    """Validate a name, which may have folders, but must not lead out of the outputs.
+
+    Raises:
+        PydanticCustomError: it has `..`, NUL or a line end, or begins with a slash.
+    """
     parts = value.split("/")
     if not parts[0] or ".." in parts or not {"\0", "\n", "\r"}.isdisjoint(value):
         raise refuse("a name without '..', NUL or line end that does not begin with '/'")
@@ -79,7 +87,11 @@ def _check_name_in_path(value: str) -> str:
 
 
 def _check_ray_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    """Check arguments of `ray.init`, and drop those that are null."""
+    """Validate arguments of `ray.init`, and drop those that are null.
+
+    Raises:
+        PydanticCustomError: an argument is not in `RAY_INIT_KEYS`.
+    """
     unknown_names = [name for name in value if name not in RAY_INIT_KEYS]
     if unknown_names:
         close_names = get_close_matches(unknown_names[0], RAY_INIT_KEYS, n=1, cutoff=0.6)
@@ -198,7 +210,10 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _turn_off_save_minutes(cls, values: Any) -> Any:
-        """Turn `save_minutes` off where only `save_freq` is given, so that `show` shows what is used."""
+        """Set `save_minutes` to null if only `save_freq` is given: steps then decide about saving.
+
+        So `show` shows what is used, and no notice says that `save_minutes` is not read.
+        """
         if isinstance(values, dict) and "save_freq" in values and "save_minutes" not in values:
             return {**values, "save_minutes": None}
         return values
@@ -234,7 +249,7 @@ class TrainerConfig(Section):
         Args:
             epoch_steps: number of steps of an epoch.
         """
-        # None stands for no limit; at least one of them is set (`max_epochs`).
+        # None stands for no limit. At least one is set: `max_epochs` is 1 if neither key is given.
         limits = (self.total_training_steps, self.max_epochs and self.max_epochs * epoch_steps)
         return min(limit for limit in limits if limit)
 

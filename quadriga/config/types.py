@@ -18,12 +18,17 @@ class Meaning:
 
 
 def _replace_name(value: Any, **names: str) -> Any:
-    """Replace a short or former name of a choice."""
+    """Replace a short or former name of a choice by the present one; other values stay.
+
+    Args:
+        value: the value of a key.
+        names: present names, by short or former name.
+    """
     return names.get(value, value) if isinstance(value, str) else value
 
 
 def _path_text(value: Any) -> Any:
-    """Convert paths to text, also inside a list."""
+    """Convert paths to text, also inside a list; other values stay, for validation to refuse."""
     if isinstance(value, (list, tuple)):
         return [_path_text(path) for path in value]
     return fspath(value) if isinstance(value, PathLike) else value

@@ -52,7 +52,7 @@ class _Dumper(_BaseDumper):
     }
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write an object that occurs twice in full each time."""
+        """Return True: an object that occurs twice is written twice, without an anchor in YAML."""
         return True
 
 
@@ -84,7 +84,7 @@ def as_text(value: Any, name: str = "") -> str:
     value = redact(value, name)
     if isinstance(value, str):
         return f"'{value}'"
-    # Written inside a list, because lists are written on one line. The brackets are cut off.
+    # Formatted inside a list, because lists are written on one line. Its brackets are cut off.
     text = " ".join(to_yaml([value]).strip()[1:-1].split())
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -94,7 +94,7 @@ def combine_errors(problems: Sequence[ConfigError]) -> ConfigError:
     if len(problems) == 1:
         return problems[0]
     lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
-    # The last line has a full stop already, and ConfigError adds one to its first part.
+    # ConfigError adds a full stop to `where`, here the whole text, which ends in one.
     return ConfigError(
         f"{len(problems)} things in the configuration are wrong:\n{lines}".removesuffix(".")
     )
@@ -108,7 +108,8 @@ def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], 
         problems: list to which problems are added.
 
     Returns:
-        The tree, and file and line of each dotted key. Both are empty if the file cannot be read.
+        The tree, and file and line of each dotted key. Both are empty if the file is empty or
+        cannot be read.
     """
     places = {}
     where = str(path)
@@ -145,15 +146,16 @@ def _note_places(
 ) -> None:
     """Record the line of each key below a node, and report keys that occur twice.
 
-    PyYAML would use the last of them in silence.
+    Of two equal keys PyYAML would use the last one in silence.
 
     Args:
         node: node of the parsed file.
-        key: dotted key of the node.
+        key: dotted key of the node; "" for the root.
         path: the file.
-        places: file and line by dotted key; added to.
-        problems: added to.
+        places: dictionary to which file and line of each dotted key are added.
+        problems: list to which keys that occur twice are added.
     """
+    # Lines of the keys of this node.
     lines = {}
     for name, value in node.value if isinstance(node, MappingNode) else ():
         if not isinstance(name, ScalarNode) or name.tag == _MERGE:

@@ -26,7 +26,7 @@ ENGINES: dict[str, EngineTraits] = {
 
 @cache
 def traits_of(name: str) -> EngineTraits:
-    """Traits of an engine. A user's file is read once in a process.
+    """Traits of an engine. A user's file is read once in a process, until `cache_clear`.
 
     Args:
         name: a name in `ENGINES`, `path/to/file.py:Class` or `pkg://package.module:Class`.
@@ -50,5 +50,10 @@ def traits_of(name: str) -> EngineTraits:
 
 
 def engines_with(trait: str) -> str:
-    """Names of our engines that have a trait, for messages: "native or vllm"."""
+    """Names of our engines that have a trait, for messages: "native or vllm".
+
+    Args:
+        trait: name of a field or property of `EngineTraits`. An engine has it if the value is
+            neither false nor empty.
+    """
     return " or ".join(name for name, traits in ENGINES.items() if getattr(traits, trait))

@@ -7,7 +7,8 @@ TRAITS = EngineTraits(
     computes_in="own",
     server_options=("url", "urls"),
     reads_keys=("enforce_eager", "gpu_memory_utilization"),
-    # SGLang ignores both the model's own stop tokens and further ones, or none of them.
+    # With a seed SGLang does not sample by min_p. With `ignore_eos` it also ignores the stop tokens
+    # of the request.
     lacks=("min_p", "stop_token_ids"),
     package=Package(
         module="sglang",

@@ -32,11 +32,11 @@ class EngineTraits:
     """Abilities of a rollout engine. The defaults describe a plain engine in the calling process.
 
     Attributes:
-        takes_weights: when it loads new weights. "between_tokens" is needed for asynchronous
-            training; such an engine has `begin` and `between_steps`. "never": it is only for
-            generate and eval.
-        continues_unfinished: whether it hands over unfinished responses (`unfinished`), which
-            another engine with the same weights can continue.
+        takes_weights: when the engine loads new weights. "between_tokens" is needed for
+            asynchronous training; such an engine has `begin` and `between_steps`. "never": it is
+            only for generate and eval.
+        continues_unfinished: whether it hands over unfinished responses (`unfinished`) for another
+            engine with the same weights to continue.
         is_deterministic: whether a response depends on its request and the weights alone. Such an
             engine calls `before_step` before each of its steps.
         reports_routes: whether it reports the experts that each token was routed to.
@@ -44,19 +44,22 @@ class EngineTraits:
             engines (`data_parallel_size`); "own_if_async", with `mode=async`, in asynchronous
             training, or on several devices without Ray; running "servers" with settings of their
             own.
-        spans_ranks: whether the ranks of a rollout group on Ray hold it together.
+        spans_ranks: whether the ranks of a rollout group on Ray hold one engine together.
         takes_shards: whether each of these ranks loads its shards of the weights, not whole tensors.
-        expert_parallel_devices: types of the devices on which its ranks can divide experts.
+        expert_parallel_devices: types of the devices on which its ranks can divide experts; ():
+            expert parallelism is not supported.
         max_adapter_rank: largest rank of a LoRA adapter that it applies beside the weights, on an
             accelerator to 16-bit weights only. 0: it needs merged weights.
-        ignores_lora_merge: the reason why `lora_merge` has no effect; "" if it has one.
-        server_options: options in `engine_kwargs` that name running servers; with one of them it
-            starts no processes.
+        ignores_lora_merge: why `lora_merge` has no effect on the engine; "" if it has an effect.
+        server_options: options in `engine_kwargs` that name running servers, the last one several;
+            with one of them the engine starts no processes.
         packs_weights: whether on a CPU it computes with copies of the weights in another order.
         file_options: options in `engine_kwargs` that must name existing files.
-        reads_keys: keys of `rollout` that it reads, of those that not every engine does.
-        lacks: sampling that it does not support: log-probabilities after the temperature and before
-            top_p, top_k and min_p; min_p with a seed; `stop_token_ids` with `ignore_eos`.
+        reads_keys: keys of `rollout` that it reads, out of those listed here, which other engines
+            may not read.
+        lacks: sampling that it does not support. "unfiltered_log_probs": log-probabilities after
+            the temperature and before top_p, top_k and min_p; "min_p": min_p with a seed;
+            "stop_token_ids": `stop_token_ids` with `ignore_eos`.
         package: the package that it needs.
     """
 

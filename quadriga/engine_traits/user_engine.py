@@ -28,10 +28,11 @@ def read_traits(name: str) -> EngineTraits:
         name: `path/to/file.py:Class` or `pkg://package.module:Class`.
 
     Raises:
-        ConfigError: there is no such file or class, or it does not declare its traits.
+        ConfigError: there is no such file or class, or it does not declare valid traits.
     """
 
     def make_error(expected: str, fix: str) -> ConfigError:
+        """Make an error about the name of the engine."""
         return ConfigError(
             "actor_rollout_ref.rollout.name", got=repr(name), expected=expected, fix=fix
         )
@@ -60,7 +61,7 @@ def read_traits(name: str) -> EngineTraits:
         return EngineTraits(**values)
     except ValidationError as error:
         problem = error.errors()[0]
-        trait = str(problem["loc"][0])
+        trait = str(problem["loc"][0])  # the name of the keyword
         fix = f"{trait}: {problem['msg']}."
         known_traits = EngineTraits.__dataclass_fields__
         if trait not in known_traits:
@@ -69,7 +70,14 @@ def read_traits(name: str) -> EngineTraits:
 
 
 def _find_file(place: str) -> Path:
-    """File of a path or a module; the packages around a module are not imported."""
+    """File of a path or a module. Packages around a module are not imported.
+
+    Args:
+        place: a path, `file://PATH` or `pkg://package.module`.
+
+    Returns:
+        The file. It may not exist: for a module that is not found, it is the last file tried.
+    """
     if not place.startswith(_PACKAGE):
         return Path(place.removeprefix("file://")).expanduser().resolve()
     path = place.removeprefix(_PACKAGE).replace(".", "/") + ".py"
@@ -78,7 +86,10 @@ def _find_file(place: str) -> Path:
 
 
 def _declared_values(node: ast.ClassDef) -> dict[str, Any] | None:
-    """Arguments of the call in `traits = EngineTraits(...)`; None if they are not literal."""
+    """Arguments of the call in `traits = EngineTraits(...)` in the body of a class.
+
+    None: the class has no such assignment, or an argument is not literal.
+    """
     for statement in node.body:
         match statement:
             case (
@@ -86,7 +97,9 @@ def _declared_values(node: ast.ClassDef) -> dict[str, Any] | None:
                 | ast.AnnAssign(target=ast.Name(id="traits"), value=ast.Call(keywords=keywords))
             ):
                 try:
-                    return {str(word.arg): ast.literal_eval(word.value) for word in keywords}
+                    return {
+                        str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords
+                    }
                 except (ValueError, TypeError):
                     return None
     return None

@@ -7,7 +7,7 @@ TRAITS = EngineTraits(
     takes_weights="between_tokens",
     computes_in="own_if_async",
     spans_ranks=True,
-    # On a CPU the processes of vLLM's build end with expert parallelism.
+    # vLLM's build for CPUs crashes with expert parallelism.
     expert_parallel_devices=("cuda",),
     max_adapter_rank=512,
     reads_keys=("enforce_eager", "gpu_memory_utilization", "request_seeds"),

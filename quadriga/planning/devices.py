@@ -17,6 +17,7 @@ from quadriga.errors import ConfigError, did_you_mean
 
 CPU = "cpu"
 _TABLE = Path(__file__).with_name("accelerators.tsv")
+# Such as `8xH100-80GB`; the number and the x may be left out.
 _SPECIFICATION = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<name>[^x].*)", re.IGNORECASE)
 
 
@@ -24,11 +25,15 @@ _SPECIFICATION = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<name>[^x].*)", re.IGN
 class PassTimes:
     """Measured seconds of a part of a model, on one rank.
 
+    A pass over N tokens takes the seconds of a call, and N times those of a token.
+
     Attributes:
-        forward_call_s: pass without gradients over a micro-batch, besides its tokens.
-        forward_token_s: the same for each token.
-        update_call_s: forward and backward pass over a micro-batch, besides its tokens.
-        update_token_s: the same for each token.
+        forward_call_s: pass without gradients over a micro-batch: the part that does not depend on
+            the number of tokens.
+        forward_token_s: the same pass: the part for each token.
+        update_call_s: forward and backward pass over a micro-batch: the part that does not depend
+            on the number of tokens.
+        update_token_s: the same passes: the part for each token.
         optimizer_s: optimizer step.
         publish_s: weight sync.
         generation_start_s: a generation's copies of the weights, prefill of the prompts, and first
@@ -51,10 +56,11 @@ class LayerTimes:
     """Measured seconds of a model, and the memory that an update takes beyond its tensors.
 
     Attributes:
-        layer: those of each layer.
-        ends: those of embedding, head and sampling, and of the calls for each pass.
+        layer: seconds of each layer.
+        ends: seconds of everything else: embedding, head, sampling, and the calls for each pass.
         num_context_tokens: tokens of each sequence in the measured decode steps.
-        num_passes: cost of the measured update in forward passes (`update_passes`).
+        num_passes: cost of the measured forward and backward pass, in forward passes
+            (`update_passes`).
         kept_share: freed tensors that the C library keeps in an update, relative to the tensors that
             exist at once.
         kept_layers: number of layers of the model with which `kept_share` was measured.
@@ -68,7 +74,12 @@ class LayerTimes:
     kept_layers: int = 1
 
     def seconds(self, name: str, num_layers: int) -> float:
-        """Seconds of a model with this number of layers; `name` is an attribute of `PassTimes`."""
+        """Seconds of a model with this number of layers.
+
+        Args:
+            name: the attribute of `PassTimes` to add up.
+            num_layers: number of layers.
+        """
         return float(num_layers * getattr(self.layer, name) + getattr(self.ends, name))
 
     def resident_factor(self, num_layers: int) -> float:
@@ -91,11 +102,11 @@ class Devices:
         flops: operations per second of large products in the dtype that computes.
         bytes_per_s: bandwidth of the memory.
         link_bytes_per_s: bandwidth between two devices, in one direction; not used on a CPU.
-        source: where the figures come from.
+        source: where the figures come from, for messages.
         new_bytes_per_s: bandwidth to memory that the system has to map and zero first.
         process_bytes: part of the device's memory that Python and its libraries take in a rank's
             process; 0 for an accelerator.
-        packed_itemsize: see `quadriga.planning.phases.RolePlan`.
+        packed_itemsize: see `quadriga.planning.phases.RolePlan`; 0 for an accelerator.
         layer_times: measured times of the trained roles' models, by the keys of their sections.
     """
 
@@ -136,7 +147,7 @@ class Devices:
                 "--devices",
                 got=f"{text!r}",
                 expected=f"a number, x and one of {', '.join(names)}; or cpu",
-                fix=did_you_mean(name, names) or f"Its row can be added to {_TABLE}.",
+                fix=did_you_mean(name, names) or f"Or add a row with its figures to {_TABLE}.",
             )
         return cls(
             name=row["name"],
@@ -150,7 +161,7 @@ class Devices:
 
 
 def count_and_name(text: str) -> tuple[int, str]:
-    """Split `8xH100-80GB` into number and name. Without a number it is 1."""
+    """Split `8xH100-80GB` into number and name. Without a number, or in another form, it is 1."""
     match = _SPECIFICATION.fullmatch(text.strip())
     if match is None:
         return 1, text

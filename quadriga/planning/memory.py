@@ -95,7 +95,8 @@ class UpdateMemory:
 
 def layer_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
     """Bytes of activations that a layer keeps for its backward pass, with its input [N, D]."""
-    # Input, first norm, sum and second norm of D; queries and result of Q; gate, up and product.
+    # Of size D: input, first norm, sum and second norm. Of Q: queries and result of attention. Of
+    # K: keys and values. Of F: gate, up and product.
     numbers = 4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys + 3 * sizes.mlp
     # Norms keep a float32 scale per token, attention a log-sum-exp per head.
     wide_numbers = 2 + sizes.num_heads
@@ -119,8 +120,10 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
     Returns:
         Bytes at the peak, by purpose.
     """
+    # With an adapter all parameters of the model are frozen.
     num_frozen = sizes.num_parameters if shape.adapter_rank else 0
     num_trained = trained_parameters(sizes, shape.adapter_rank)
+    # float32 masters.
     weights = 4.0 * num_trained / shape.num_shards
     if shape.num_shards == 1 and shape.itemsize < 4:
         # Narrow copies of the float32 masters compute. With shards they are gathered when a layer
@@ -132,7 +135,8 @@ def update_memory(sizes: ModelSizes, shape: UpdateShape) -> UpdateMemory:
 
     moments = _candidate_moments(sizes, shape)
     peak = max(moments, key=lambda moment: moment.activations + moment.working)
-    # Without earlier gradients those of the optimizer step do not exist at the other moments.
+    # With earlier gradients, those are in memory at all moments. Without, they only exist at the
+    # optimizer step, which may then be the peak.
     if not shape.has_gradients and gradients > peak.activations + peak.working:
         peak = _Moment("the optimizer step", 0.0, gradients, "gradients")
     return UpdateMemory(
@@ -150,23 +154,32 @@ def trained_parameters(sizes: ModelSizes, adapter_rank: int) -> int:
     """Number of trained parameters: all, or with an adapter its factors [r, in] and [out, r]."""
     if not adapter_rank:
         return sizes.num_parameters
-    # In all linear modules of the layers.
+    # Sums of in + out over the linear modules of a layer: four of attention, three of the MLP.
     attention = 4 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys
     mlp = 3 * (sizes.hidden + sizes.mlp)
     return sizes.num_layers * adapter_rank * (attention + mlp)
 
 
 def forward_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
-    """Predict the memory of a pass without gradients at its peak, besides the weights."""
+    """Predict the memory of a pass without gradients at its peak, besides the weights.
+
+    Args:
+        sizes: the model.
+        shape: the conditions.
+
+    Returns:
+        Bytes of activations, and of weights that are gathered for the pass.
+    """
     token_bytes = shape.num_tokens * shape.itemsize
     # Cosines and sines; columns of the packed batch, most of them int64.
     positions = shape.num_tokens * (2 * sizes.head_size * shape.itemsize + _COLUMN_BYTES)
-    # Beside the residual stream and its norm: gate, up and product of an MLP, or the steps of the
-    # rotation of queries and keys. An adapter's output is beside that of its module.
+    # The peak inside a layer: the residual stream and its norm, with the larger one of two moments.
+    # One has the steps of the rotation of queries and keys.
     attention = 7 * (sizes.queries + sizes.keys)
+    # The other has gate, up and product of the MLP, and the output of an adapter of one of them.
     mlp = (4 if shape.adapter_rank else 3) * sizes.mlp
     layer = token_bytes * (2 * sizes.hidden + max(mlp, attention))
-    # States and outputs of the whole pass; statistics of the vocabulary.
+    # The peak at the head: hidden states of all tokens and of the predicted ones, and statistics.
     head = 0.0
     if shape.has_head:
         states = (shape.num_tokens + shape.num_predicted) * sizes.hidden * shape.itemsize
@@ -191,15 +204,18 @@ def _outside_layers(sizes: ModelSizes) -> int:
 
 
 def _root_parameters(sizes: ModelSizes) -> int:
-    """Parameters that FSDP gathers for a whole pass: an untied embedding is sharded on its own."""
+    """Parameters of FSDP's root module, which are gathered for a whole pass.
+
+    These are the parameters outside layers, but not an untied embedding: it is sharded on its own.
+    """
     return _outside_layers(sizes) - (0 if sizes.is_tied else sizes.table_parameters)
 
 
 def _gathered_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
-    """Bytes of the gathered weights of sharded models, in the dtype that computes.
+    """Bytes of the weights that a sharded model gathers at a time, in the dtype that computes.
 
-    They are those of the root, of a layer, and on an accelerator of the next one, which is gathered
-    meanwhile.
+    They are the weights of the root module and of a layer, and on an accelerator of the next layer,
+    which is gathered while the first one computes.
     """
     if shape.num_shards == 1:
         return 0.0
@@ -210,10 +226,10 @@ def _gathered_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
 def _candidate_moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
     """Moments of the forward and backward passes that may be the peak."""
     token_bytes = shape.num_tokens * shape.itemsize
-    # With recomputation a layer keeps its input. Its other activations exist during its own
-    # backward pass.
+    # Activations that each layer keeps for the backward pass. With recomputation that is its input,
+    # and all others exist during the backward pass of one layer.
     per_layer = token_bytes * sizes.hidden
-    recomputed = 0.0
+    recomputed = 0.0  # the other activations of one layer
     if shape.recomputes:
         recomputed = max(0.0, layer_bytes(sizes, shape) - per_layer)
     else:
@@ -223,32 +239,35 @@ def _candidate_moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
     # int64 targets and their places, and columns of the batch.
     targets = shape.num_predicted * (4 * 8 + 12)
     kept_bytes = sizes.num_layers * per_layer + positions + targets
-    # Input and scale of the last norm; states before the predicted tokens.
+    # Input of the last norm, and its float32 scale of each token.
     last_norm = shape.num_tokens * (sizes.hidden * shape.itemsize + 4)
+    # Hidden states from which tokens are predicted.
     states = shape.num_predicted * sizes.hidden * shape.itemsize
 
-    # The gradient of the layer's output, and those of the MLP's product, gate and up; the product
-    # itself has been freed by then.
+    # Gradients of the layer's output (D) and of the MLP's product, gate and up (3 F), when the
+    # product itself (F) has been freed.
     layer_work = recomputed + token_bytes * (sizes.hidden + 2 * sizes.mlp)
     if sizes.is_tied and shape.has_head and not shape.adapter_rank:
-        # The embedding's own gradient is added to the head's at the end of the backward pass.
+        # The gradient of the shared parameter from the embedding is added to that from the head at
+        # the end of the backward pass.
         layer_work += sizes.table_parameters * shape.itemsize
 
     gathered = _gathered_bytes(sizes, shape)
     moments = []
     if shape.num_shards > 1:
         if sizes.num_layers > 1:
-            # The last layer's gradients are being summed over the ranks in float32.
+            # During the backward pass of the last layer but one, whose successor has freed its
+            # activations, but its gradients are still being summed over the ranks in float32.
             summed = sizes.layer_parameters * 4.0 * (1 + 1 / shape.num_shards)
             work = layer_work + gathered + summed
             if sizes.num_layers == 2 and not shape.is_on_cpu:
-                # The first layer has no next one.
+                # That is the first layer, so no further one is gathered.
                 work -= sizes.layer_parameters * shape.itemsize
             moments.append(
                 _Moment("the layers' backward pass", kept_bytes - per_layer, work, _LAYER_WORK)
             )
-        # The embedding and the head at the end: weights, gradients, and those of the one or the
-        # other once more in float32.
+        # Embedding and head at the end: weights and gradients, and the gradients that are being
+        # summed (of the root, or of an untied embedding) once more in float32.
         ends = _outside_layers(sizes) * 2 * shape.itemsize + _root_parameters(sizes) * 4.0
         sums = 4.0 * sizes.num_parameters / shape.num_shards
         moments.append(
@@ -259,19 +278,25 @@ def _candidate_moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
     moments.append(
         _Moment("the head's backward pass", kept_bytes + last_norm + states, head_work, _HEAD_WORK)
     )
+    # During the backward pass of the last layer all activations are still kept.
     layer_work += gathered
     moments.append(_Moment("the layers' backward pass", kept_bytes, layer_work, _LAYER_WORK))
     return moments
 
 
 def _head_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
-    """Bytes of the backward pass of the vocabulary head, besides kept activations."""
+    """Working memory of the backward pass of the vocabulary head, in bytes.
+
+    The activations that are kept for the backward pass are not included.
+    """
     num_predicted = shape.num_predicted
     if not shape.has_head:
         # A value head has one output for each token; a float32 copy of its inputs is all.
         return num_predicted * sizes.hidden * 4.0
     statistics = _statistics_bytes(sizes, shape)
+    # The gradient of the hidden states.
     gradient = num_predicted * sizes.hidden * shape.itemsize
+    # The gradient of the logits of a chunk of tokens.
     chunk: float = min(_CHUNK_TOKENS, num_predicted) * sizes.vocabulary * shape.itemsize
     # The weight's gradient is summed over the chunks in float32, then rounded.
     gradient_itemsize = 4.0 + shape.itemsize
@@ -288,13 +313,16 @@ def _head_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
 
 
 def _statistics_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
-    """Bytes of the head's statistics: four float32 numbers for each token and part of the rows."""
+    """Bytes of the head's statistics: four float32 numbers for each token and part of its rows.
+
+    On an accelerator a part has `_ROWS_PER_PART` rows, on a CPU all of them.
+    """
     num_parts = 1 if shape.is_on_cpu else -(-sizes.vocabulary // _ROWS_PER_PART)
     return shape.num_predicted * 4.0 * 4 * num_parts
 
 
 def _logits_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
-    """Bytes of a chunk of float32 logits on a CPU, and of the float32 rows of the head."""
+    """Bytes on a CPU of a chunk's logits and of the head's rows that compute them, in float32."""
     num_bytes = 4.0 * min(_CPU_CHUNK_TOKENS, shape.num_predicted) * sizes.vocabulary
     if shape.itemsize < 4:
         num_bytes += 4.0 * min(_HEAD_BLOCK, sizes.vocabulary) * sizes.hidden

@@ -27,7 +27,7 @@ def module_sizes(model: PreTrainedModel) -> ModelSizes:
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     layers = list(getattr(backbone(model), "layers", []))
     layer_sizes = [_num_parameters(layer) for layer in layers]
-    table = model.get_input_embeddings()
+    embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     return ModelSizes(
         hidden=text.hidden_size,
@@ -40,7 +40,7 @@ def module_sizes(model: PreTrainedModel) -> ModelSizes:
         vocabulary=text.vocab_size,
         num_parameters=_num_parameters(model),
         layer_parameters=max(layer_sizes, default=0),
-        is_tied=isinstance(head, nn.Linear) and head.weight is table.weight,
+        is_tied=isinstance(head, nn.Linear) and head.weight is embedding.weight,
         norms_queries=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         unknown_part=_unknown_part(model, layers),
     )
@@ -56,7 +56,12 @@ def _num_parameters(module: nn.Module) -> int:
 
 
 def _unknown_part(model: PreTrainedModel, layers: list[nn.Module]) -> str:
-    """Name a part of a model that the formulas do not cover; "" if they cover all."""
+    """Name a part of a model that the formulas of `memory.py` do not cover; "" if they cover all.
+
+    Args:
+        model: the model.
+        layers: its decoder layers, which may have names that are not known.
+    """
     if is_vision(model.config):
         return "a vision encoder"
     if next(iter(mixtures(model)), None) is not None:
@@ -65,7 +70,7 @@ def _unknown_part(model: PreTrainedModel, layers: list[nn.Module]) -> str:
         modules = list(layer.modules())
         num_norms = sum(is_plain_norm(module) for module in modules)
         num_mlps = sum(is_gated_mlp(module) for module in modules)
-        # Two norms of the residual stream, and in some models those of queries and keys.
+        # Two norms of the residual stream, and in some models one of queries and one of keys.
         if num_mlps != 1 or num_norms not in (2, 4):
             return "layers that are not a dense gated MLP with plain RMS norms"
     return "" if layers else "no list of layers"

@@ -74,8 +74,8 @@ class RolePlan:
         recomputes: whether activations are recomputed.
         packed_itemsize: bytes of a number in the copy of the layers' weights that the rollout packs
             for products on a CPU; 0 on an accelerator.
-        lengths: mean lengths. If responses have the largest length on average, they all have it,
-            and the division into micro-batches is known. None: any lengths within the limits.
+        lengths: mean lengths. A mean response of the largest length means that all have it, so the
+            division into micro-batches is known. None: any lengths within the limits.
         resident_factor: see `quadriga.planning.devices.LayerTimes.resident_factor`.
     """
 
@@ -123,7 +123,7 @@ class Phase:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        """Name, size, and the parts of at least a hundredth of it, as text."""
+        """Format name, size, and the parts of at least a hundredth of the size, largest first."""
         sorted_parts = sorted(self.parts.items(), key=lambda part: -part[1])
         large_parts = []
         for name, num_bytes in sorted_parts:
@@ -157,6 +157,7 @@ def inference_tokens(config: Config, role: str, plan: RolePlan) -> int:
         role: key of the role's section.
         plan: model and ranks of the role.
     """
+    # The critic has one limit for both kinds of passes.
     limit = config.critic.ppo_max_token_len_per_gpu
     if role == ACTOR:
         limit = config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
@@ -164,20 +165,25 @@ def inference_tokens(config: Config, role: str, plan: RolePlan) -> int:
 
 
 def _pass_tokens(config: Config, plan: RolePlan, limit: int, num_prompts: int) -> int:
-    """Largest number of tokens in a micro-batch that is limited by tokens.
+    """Number of tokens in the largest micro-batch, where micro-batches are cut by tokens.
+
+    It is below the limit if a rank does not have as many tokens, or if equal sequences do not fill
+    it.
 
     Args:
         config: the configuration.
         plan: model and ranks of the role.
-        limit: tokens of a micro-batch.
-        num_prompts: prompts that all ranks divide into micro-batches.
+        limit: most tokens of a micro-batch.
+        num_prompts: prompts whose responses all ranks divide into micro-batches.
     """
     response = config.data.max_response_length
     # A sequence that is longer than the limit is alone in its micro-batch.
     limit = max(limit, config.data.max_prompt_length + response)
     if not _is_single_turn(config):
-        # A rollout may have several sequences, so there is no other limit.
+        # A rollout may have any number of sequences, so there is no other limit.
         return limit
+    # From here on `num_samples` is the number of responses that may share a prompt, and the other
+    # numbers are those of one rank. In the worst case its sequences are of different prompts.
     num_samples = config.actor_rollout_ref.rollout.n
     num_sequences = -(-num_prompts * num_samples // plan.layout.world_size)
     if config.actor_rollout_ref.actor.use_prefix_sharing:
@@ -189,17 +195,19 @@ def _pass_tokens(config: Config, plan: RolePlan, limit: int, num_prompts: int) -
     if plan.lengths is None or plan.lengths.response < response:
         return min(limit, most_tokens)
 
-    # As `quadriga.engines.batches` divides: the responses to a prompt stay together if they fit,
-    # else in parts, and micro-batches are as few and as even as possible.
+    # All sequences have the same length, so the division by `quadriga.engines.batches` is known.
+    # The responses to a prompt stay together if they fit, else they are divided into units of
+    # `num_together` and a rest. Micro-batches are as few and as even as possible.
     prompt = round(plan.lengths.prompt)
     num_together = min(num_samples, (limit - prompt) // response)
     unit = prompt + num_together * response
     num_left = num_samples % num_together
     if num_left:
-        # Micro-batches of two kinds of parts, in the combination with the most tokens.
-        part = prompt + num_left * response
+        # A micro-batch may have both kinds. Take the numbers of units and rests that fill it best:
+        # each room is what some number of units leaves of the limit, and is filled with rests.
+        rest = prompt + num_left * response
         rooms = range(limit % unit, limit + 1, unit)
-        return min(limit - min(room % part for room in rooms), most_tokens)
+        return min(limit - min(room % rest for room in rooms), most_tokens)
     num_units = -(-num_sequences // num_together)
     num_batches = -(-num_units // (limit // unit))
     return -(-num_units // num_batches) * unit
@@ -208,8 +216,8 @@ def _pass_tokens(config: Config, plan: RolePlan, limit: int, num_prompts: int) -
 def _is_single_turn(config: Config) -> bool:
     """Whether every rollout is one prompt with one response."""
     rollout = config.actor_rollout_ref.rollout
-    has_own_loop = rollout.agent.agent_loop_path is not None or rollout.multi_turn.enable
-    return config.task == "rl" and config.env.name is None and not has_own_loop
+    may_take_turns = rollout.agent.agent_loop_path is not None or rollout.multi_turn.enable
+    return config.task == "rl" and config.env.name is None and not may_take_turns
 
 
 def predict_update(
@@ -229,8 +237,8 @@ def predict_update(
 
 
 def _shape(config: Config, role: str, plan: RolePlan, num_tokens: int) -> UpdateShape:
-    """Conditions of a pass of a role over a micro-batch."""
-    # Prompts may be short, so all tokens may be predicted ones.
+    """Conditions of a role's update, or pass without gradients, with so many tokens at a time."""
+    # Prompts may be short, so that nearly all tokens are predicted ones: M = N.
     return UpdateShape(
         num_tokens=num_tokens,
         num_predicted=num_tokens,
@@ -264,7 +272,9 @@ def describe_update(config: Config, role: str, plan: RolePlan) -> str:
 
 
 def describe_rollout(config: Config, plan: RolePlan) -> str:
-    """Describe the memory of a rollout beside training on accelerators; "" if it takes none.
+    """Describe the memory of a rollout beside training on accelerators.
+
+    "" if it takes none, or has devices of its own.
 
     Args:
         config: the configuration.
@@ -277,16 +287,19 @@ def describe_rollout(config: Config, plan: RolePlan) -> str:
     memory = f"its own copy of the weights takes {num_bytes / 1e9:.3g} GB"
     if _reserves_memory(config):
         memory = f"the rollout takes {rollout_share(config):g} of the device"
-    while_training = "and as much while the models train (free_cache_engine=false)"
+    memory_in_training = "as much while the models train (free_cache_engine=false)"
     if config.actor_rollout_ref.rollout.free_cache_engine:
-        while_training = "and none while the models train"
-    return f"on an accelerator {memory} while it generates, {while_training}"
+        memory_in_training = "none while the models train"
+    return f"on an accelerator {memory} while it generates, and {memory_in_training}"
 
 
 def predict_phases(
     config: Config, plans: Mapping[str, RolePlan], role: str, device_bytes: float
 ) -> list[Phase]:
     """Predict the phases of a trained role.
+
+    For the actor these are generation and weight sync, if the rollout takes memory of the same
+    devices, log-probs and the update; for a critic values and the update.
 
     Args:
         config: the configuration.
@@ -301,7 +314,7 @@ def predict_phases(
     update = predict_update(config, role, plan)
     has_policy = ACTOR in plans and config.task == "rl"
 
-    # Tensors of other roles on the device, in generation and in training.
+    # Bytes of tensors that other roles have on the device at any time, by purpose.
     other_bytes = {}
     for other_role, other_plan in plans.items():
         if other_role != role:
@@ -309,6 +322,7 @@ def predict_phases(
             other_bytes[f"{name} at rest"] = _bytes_between_phases(config, other_role, other_plan)
     if has_policy:
         other_bytes["reference"] = _reference_bytes(config, plans[ACTOR])
+    # The same while this role computes: then also what the rollout keeps.
     other_bytes_in_training = dict(other_bytes)
     pools = role_pools(config.trainer, enabled_roles(config))
     # In a pool of its own the rollout takes no memory of the actor's devices.
@@ -345,6 +359,7 @@ def predict_phases(
         update.working_name: update.working,
         **other_bytes_in_training,
     }
+    # On a CPU the memory of the process grows by more than the tensors that exist at once.
     kept_bytes = (plan.resident_factor - 1.0) * (update.activations + update.working)
     if kept_bytes:
         parts["freed tensors that the C library keeps"] = kept_bytes
@@ -352,7 +367,7 @@ def predict_phases(
 
     if role == ACTOR and shares_devices and _rollout_weights(config, plan):
         state_bytes = update.weights + optimizer
-        # Weights that stay in the process are copied tensor by tensor.
+        # An engine in the same process copies weights tensor by tensor, without buckets.
         bucket = 0.0
         rollout = config.actor_rollout_ref.rollout
         if rollout.traits.computes_in != "caller" or has_shards(config):
@@ -389,7 +404,9 @@ def predict_separate_generation(config: Config, device_bytes: float) -> list[Pha
 
 
 def copied_bytes(config: Config, plans: Mapping[str, RolePlan]) -> float:
-    """Bytes of the copies of the training state that a rank maps on a CPU; see `state_copies`.
+    """Bytes of the copies of the training state that a rank maps on a CPU (`trainer.state_copies`).
+
+    0 if the run makes none, or if an accelerator trains: its copies are not on the device.
 
     Args:
         config: the configuration.
@@ -408,7 +425,7 @@ def copied_bytes(config: Config, plans: Mapping[str, RolePlan]) -> float:
 
 
 def trained_section(config: Config, role: str) -> ActorConfig | CriticConfig:
-    """Section of a trained role, by its key."""
+    """Section of a trained role, by its key: `ACTOR` or `CRITIC`."""
     return config.critic if role == CRITIC else config.actor_rollout_ref.actor
 
 
@@ -420,6 +437,7 @@ def adapter_rank(config: Config, role: str) -> int:
 
 def _bytes_between_phases(config: Config, role: str, plan: RolePlan) -> float:
     """Bytes that a role keeps on the device between its phases."""
+    # Roles that are not trained have only weights.
     frozen_roles = {
         "reward_model": config.reward_model.fsdp_config,
         DISTILLATION: config.distillation.fsdp_config,
@@ -433,7 +451,7 @@ def _bytes_between_phases(config: Config, role: str, plan: RolePlan) -> float:
     if not fsdp.param_offload:
         num_bytes += update.weights
     elif role == ACTOR and config.task == "rl" and not _rollout_weights(config, plan):
-        # The rollout computes with the actor's weights, so they stay.
+        # The masters are offloaded. The rollout computes with the actor's own weights, which stay.
         num_bytes += plan.sizes.num_parameters * plan.itemsize
     if not fsdp.optimizer_offload:
         num_bytes += update.optimizer
@@ -442,21 +460,21 @@ def _bytes_between_phases(config: Config, role: str, plan: RolePlan) -> float:
 
 def _kept_gradients(config: Config, role: str, plan: RolePlan) -> float:
     """Bytes of the sums of gradients that a role keeps between updates."""
-    frees_gradients = trained_section(config, role).fsdp_config.grad_offload
     if plan.is_on_cpu and plan.itemsize == 4:
         # In float32 the parameters are the masters, and their gradients are dropped.
         return 0.0
-    if frees_gradients is None:
+    frees_gradients = trained_section(config, role).fsdp_config.grad_offload
+    if frees_gradients is None:  # the default of `grad_offload`
         frees_gradients = not plan.is_on_cpu
     return 0.0 if frees_gradients else predict_update(config, role, plan).gradients
 
 
 def _reference_bytes(config: Config, plan: RolePlan) -> float:
     """Bytes that the reference keeps on the device."""
-    # With an adapter the reference is the actor without it.
+    # With an adapter the reference is the actor with the adapter switched off.
     if not needs_reference(config) or config.actor_rollout_ref.model.has_adapter:
         return 0.0
-    # By default it is offloaded.
+    # null stands for offloading here: the reference shares the actor's devices.
     if config.actor_rollout_ref.ref.fsdp_config.param_offload is not False:
         return 0.0
     return plan.sizes.num_parameters * plan.itemsize / plan.layout.fsdp
@@ -478,7 +496,7 @@ def _rollout_bytes_while_training(config: Config, plan: RolePlan, device_bytes: 
         weights = _rollout_weights(config, plan)
         if not rollout.free_cache_engine:
             return weights + _packed_bytes(config, plan)
-        # Its sleep frees the copy on an accelerator.
+        # With `free_cache_engine` its `sleep` frees the copy, but only on an accelerator.
         return weights if plan.is_on_cpu else 0.0
     if rollout.free_cache_engine or not _reserves_memory(config):
         return 0.0
@@ -511,6 +529,7 @@ def _predict_generation(
         return Phase(ACTOR, GENERATION, parts)
     parts["weights of the rollout"] = _rollout_weights(config, plan) + _packed_bytes(config, plan)
     batch = BatchPlan(config)
+    # Tokens of a pass of prefill.
     num_tokens = rollout.max_num_batched_tokens
     if _is_single_turn(config):
         num_tokens = min(num_tokens, batch.num_prompts * config.data.max_prompt_length)
@@ -520,6 +539,7 @@ def _predict_generation(
     num_running = min(rollout.max_num_seqs, batch.num_sequences)
     parts["working memory"] += 4.0 * num_running * plan.sizes.vocabulary
     parts["KV cache"] = cache_bytes(config, plan)
+    # Without a given size the engine takes at most a share of what everything else leaves.
     if rollout.cache_gigabytes is None and not plan.is_on_cpu:
         free_bytes = max(0.0, device_bytes - sum(parts.values()) + parts["KV cache"])
         parts["KV cache"] = min(parts["KV cache"], _CACHE_SHARE * free_bytes)
@@ -545,7 +565,10 @@ def cached_token_bytes(plan: RolePlan) -> float:
 
 
 def cache_bytes(config: Config, plan: RolePlan) -> float:
-    """Bytes of a KV cache in which all concurrent sequences have their full length."""
+    """Bytes of one rank's KV cache in which all concurrent sequences have their full length.
+
+    If `rollout.cache_gigabytes` is given, it is that size.
+    """
     rollout = config.actor_rollout_ref.rollout
     if rollout.cache_gigabytes is not None:
         return rollout.cache_gigabytes * (1 << 30)
@@ -554,6 +577,6 @@ def cache_bytes(config: Config, plan: RolePlan) -> float:
     num_engines = max(1, num_ranks // rollout_group_size(config))
     num_sequences = min(rollout.max_num_seqs, -(-batch.num_sequences // num_engines))
     token_bytes = cached_token_bytes(plan)
-    # A group of ranks shares the cache by key-value heads.
+    # The ranks of a group divide the key-value heads; at least one remains for each rank.
     token_bytes /= min(rollout_group_size(config), plan.sizes.keys // plan.sizes.head_size)
     return num_sequences * batch.max_sequence_tokens * token_bytes

@@ -65,7 +65,7 @@ class Plan:
     @property
     def largest(self) -> Phase:
         """The phase of a trained role with the highest peak."""
-        # An engine on devices of its own takes the configured share of them, which always fits.
+        # Without an engine on devices of its own: it takes the configured share, which always fits.
         trained = [phase for phase in self.phases if phase.role in self.roles]
         return max(trained, key=lambda phase: phase.total)
 
@@ -75,16 +75,27 @@ class Plan:
         return self.largest.total <= FITTING_SHARE * self.devices.memory_bytes
 
     def changed(self, config: Config, devices: Devices | None = None) -> "Plan":
-        """Predict another configuration, or other devices, for the same models and lengths."""
+        """Make the plan of another configuration, for the same models and lengths.
+
+        Args:
+            config: the other configuration, with a rank for each device.
+            devices: the devices; None: those of this plan.
+        """
         sizes = {key: role.sizes for key, role in self.roles.items()}
         actor = self.roles[ACTOR]
         assert actor.lengths is not None, "plans are made for lengths"
         return make_plan(config, devices or self.devices, actor.lengths, sizes, actor.itemsize)
 
     def with_role_values(self, config: Config, key: str, value: Any) -> Config:
-        """Copy a configuration with another value for a key in the section of each trained role."""
+        """Copy a configuration with another value for a key in the section of each trained role.
+
+        Args:
+            config: the configuration.
+            key: dotted key, relative to the section of a role; or a key of its model, `model.NAME`.
+            value: the value.
+        """
         for role in self.roles:
-            # The section of a role's model is beside that of the actor, and in that of the critic.
+            # `model` is beside the section of the actor, but inside that of the critic.
             section = role.removesuffix(".actor") if key.startswith("model.") else role
             config = with_value(config, f"{section}.{key}", value)
         return config
@@ -101,7 +112,7 @@ def with_value(section: Any, key: str, value: Any) -> Any:
 
 
 def on_devices(config: Config, devices: Devices) -> Config:
-    """Copy a configuration with a rank for each device.
+    """Copy a configuration with a rank for each device, on equal machines of up to `_MAX_PER_NODE`.
 
     Raises:
         ConfigError: machines of up to `_MAX_PER_NODE` devices cannot share them equally.
@@ -174,11 +185,11 @@ def make_plan(
     roles = plan_roles(config, devices, lengths, sizes, itemsize)
     predicted = []
     num_copied_bytes = copied_bytes(config, roles)
-    has_passes = needs_old_log_prob_pass(config) or needs_reference(config)
+    has_log_prob_passes = needs_old_log_prob_pass(config) or needs_reference(config)
     for key in roles:
         for phase in predict_phases(config, roles, key, devices.memory_bytes):
-            # The values of a critic are always computed.
-            if not has_passes and phase.name == LOG_PROBS:
+            # A critic's pass for values has another name: it is part of every step.
+            if not has_log_prob_passes and phase.name == LOG_PROBS:
                 continue
             parts = dict(phase.parts)
             if devices.process_bytes:
@@ -198,7 +209,9 @@ def plan_roles(
     sizes: dict[str, ModelSizes],
     itemsize: int,
 ) -> dict[str, RolePlan]:
-    """Model and layout of each trained role, by the keys of their sections; see `make_plan`.
+    """Model and layout of each trained role, by the keys of their sections.
+
+    The arguments are those of `make_plan`. Roles without an entry in `sizes` are left out.
 
     Raises:
         ConfigError: the formulas do not cover a model or a layout.
@@ -206,6 +219,7 @@ def plan_roles(
     roles = {}
     settings = config.actor_rollout_ref.actor.megatron_if_chosen
     for key, section, num_ranks in arranged_roles(config, has_critic=CRITIC in sizes):
+        # The role is not trained, or its section came before: the reference has the actor's.
         if key not in sizes:
             continue
         model = config.critic.model if key == CRITIC else config.actor_rollout_ref.model
@@ -227,8 +241,8 @@ def plan_roles(
                 got=role_plan.unknown_part,
                 expected="a dense decoder with gated MLPs, whose weights are replicated or sharded "
                 "by fsdp_size",
-                fix="There are no formulas for others; `quadriga config explain` gives their "
-                "weights and optimizer.",
+                fix="There are no formulas for others: read `quadriga config explain`, which gives "
+                "their weights and optimizer.",
             )
         roles[key] = role_plan
     return roles
@@ -244,7 +258,7 @@ def choose_recomputation(plan: Plan) -> Plan:
         The same plan, or one that recomputes activations.
     """
     config = plan.config
-    # A run recomputes activations on an accelerator if they take more than this share.
+    # As in a run: only on an accelerator, and if the peak is above 90 % of its memory.
     if plan.devices.is_cpu or plan.largest.total <= 0.9 * plan.devices.memory_bytes:
         return plan
     if config.actor_rollout_ref.model.enable_gradient_checkpointing == "auto":
@@ -260,7 +274,7 @@ def largest_budget(plan: Plan) -> int | None:
     All trained roles get the same value, a multiple of `_BUDGET_UNIT`.
 
     Returns:
-        The value; None if even that of a single sequence does not fit.
+        The value, at most `_LARGEST_BUDGET`; None if even the longest sequence alone does not fit.
     """
 
     def fits(num_units: int) -> bool:
@@ -271,10 +285,10 @@ def largest_budget(plan: Plan) -> int | None:
     low = -(-_longest_sequence(plan) // _BUDGET_UNIT)
     if not fits(low):
         return None
-    largest = bisect_left(
-        range(low, _LARGEST_BUDGET // _BUDGET_UNIT + 1), True, key=lambda n: not fits(n)
-    )
-    return (low + largest - 1) * _BUDGET_UNIT
+    # The numbers from `low` on fit up to some number, and no longer after it.
+    candidates = range(low, _LARGEST_BUDGET // _BUDGET_UNIT + 1)
+    num_fitting = bisect_left(candidates, True, key=lambda num_units: not fits(num_units))
+    return (low + num_fitting - 1) * _BUDGET_UNIT
 
 
 def _longest_sequence(plan: Plan) -> int:
@@ -283,9 +297,9 @@ def _longest_sequence(plan: Plan) -> int:
 
 
 def plan_layouts(plan: Plan) -> list[tuple[str, Plan]]:
-    """Plan all numbers of shards, with activations kept and recomputed.
+    """Plan all layouts: each possible `fsdp_size`, with activations kept and recomputed.
 
-    On a CPU the number of shards stays, because only that layout has been measured.
+    On a CPU `fsdp_size` stays, because only the layout of the plan has been measured.
 
     Args:
         plan: the plan whose other settings stay.
@@ -293,7 +307,7 @@ def plan_layouts(plan: Plan) -> list[tuple[str, Plan]]:
     Returns:
         Description and plan of each layout, the fastest first.
     """
-    # A role may have fewer ranks than there are devices. The shards must divide those of each.
+    # Roles may have different numbers of ranks. The number of shards must divide each of them.
     num_ranks = math.gcd(*(role.layout.world_size for role in plan.roles.values()))
     shard_counts = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
     if plan.devices.is_cpu:
@@ -315,9 +329,10 @@ def find_remedies(plan: Plan) -> Iterator[tuple[str, Plan]]:
         plan: a plan of which no layout fits.
 
     Returns:
-        Description and plan of each change, with the fastest layout that fits.
+        Description and plan of each change with which a layout fits, in the fastest such layout.
     """
-    # Changes of single keys, in the order in which they are printed.
+    # Name, configuration and devices of each change. First those of single keys, in the order in
+    # which they are printed.
     changes = []
     for key, value in (
         ("ppo_max_token_len_per_gpu", _longest_sequence(plan)),
@@ -343,7 +358,7 @@ def find_remedies(plan: Plan) -> Iterator[tuple[str, Plan]]:
                 if devices != plan.devices:
                     # The changes left have even more devices, which fit too.
                     return
-                break
+                break  # the other layouts of this change are slower
 
 
 def describe_plan(plan: Plan, lengths: Lengths) -> Iterator[str]:
@@ -351,7 +366,7 @@ def describe_plan(plan: Plan, lengths: Lengths) -> Iterator[str]:
 
     Args:
         plan: the plan.
-        lengths: its lengths.
+        lengths: the mean lengths that the plan assumes.
     """
     devices = plan.devices
     yield (
@@ -363,18 +378,20 @@ def describe_plan(plan: Plan, lengths: Lengths) -> Iterator[str]:
         name = f"{role_plan.sizes.num_parameters / 1e6:.1f} M parameters"
         state = "recomputed" if role_plan.recomputes else "kept"
         yield f"{role}: {name}, {role_plan.layout.describe()}, activations {state}"
+    # The memory of each phase, and the largest micro-batches.
     yield ""
     yield "Memory of each rank, GB"
     for phase in plan.phases:
         yield f"  {phase.role.rpartition('.')[2]}, {phase.describe()}"
     largest = plan.largest
     share = largest.total / devices.memory_bytes
-    part = max(largest.parts, key=lambda name: largest.parts[name])
+    largest_part = max(largest.parts, key=lambda name: largest.parts[name])
     verdict = "fits" if plan.fits else "does not fit"
-    yield f"  {verdict}: {share:.0%} of a device, limited by {part} in {largest.name}"
+    yield f"  {verdict}: {share:.0%} of a device, limited by {largest_part} in {largest.name}"
     budget = largest_budget(plan)
-    words = "none fits" if budget is None else str(budget)
-    yield f"  largest ppo_max_token_len_per_gpu that fits: {words}"
+    budget_text = "none fits" if budget is None else str(budget)
+    yield f"  largest ppo_max_token_len_per_gpu that fits: {budget_text}"
+    # The time of each phase.
     yield ""
     yield (
         f"Time of a step, s (prompts of {lengths.prompt:g} tokens, responses of "
@@ -386,10 +403,11 @@ def describe_plan(plan: Plan, lengths: Lengths) -> Iterator[str]:
     slowest = max(plan.time.phases, key=lambda name: plan.time.phases[name])
     yield f"  limited by {slowest}; generation by {plan.time.limit_of_generation}"
     yield from _sources_of_time(plan)
+    # Other layouts or, if none fits, other changes. Each has a name and a plan.
     yield ""
     yield "Layouts that fit, the fastest first"
     candidates = plan_layouts(plan)
-    fitting = [candidate for candidate in candidates if candidate[1].fits][:_NUM_LAYOUTS]
+    fitting = [(name, layout) for name, layout in candidates if layout.fits][:_NUM_LAYOUTS]
     if not fitting:
         name, smallest = min(candidates, key=lambda named_plan: named_plan[1].largest.total)
         yield f"  none; the smallest, {name}: {smallest.largest.describe()}"

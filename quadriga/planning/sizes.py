@@ -75,7 +75,7 @@ class ModelSizes:
         return replace(self, num_parameters=num_parameters, is_tied=False)
 
     def with_layers(self, num_layers: int) -> "ModelSizes":
-        """Sizes of a model with another number of layers."""
+        """Sizes of the model with another number of layers, each of the size of the largest."""
         added_parameters = (num_layers - self.num_layers) * self.layer_parameters
         num_parameters = self.num_parameters + added_parameters
         return replace(self, num_layers=num_layers, num_parameters=num_parameters)
@@ -91,6 +91,7 @@ class ModelSizes:
         Raises:
             ConfigError: the file lacks sizes, or they are not whole numbers above 0.
         """
+        # The decoder of a vision-language model is described in a section.
         text = config.get("text_config") or config
         numbers = {name: _read_size(text, name, where) for name in _REQUIRED}
         hidden = numbers["hidden_size"]
@@ -106,11 +107,12 @@ class ModelSizes:
 
         queries = num_heads * head_size
         keys = num_kv_heads * head_size
-        # Matrices of attention and MLP, then two norms, norms of queries and keys, and biases.
+        # Parameters of a layer: matrices of attention and MLP, two norms of the residual stream.
         layer = 2 * hidden * (queries + keys) + 3 * hidden * numbers["intermediate_size"]
         layer += 2 * hidden
         norms_queries = model_type == "qwen3"
         if norms_queries:
+            # One norm for the queries and one for the keys, which all heads share.
             layer += 2 * head_size
         # Qwen2 always has biases of queries, keys and values; other models if they say so, and
         # then one of the output as well.
@@ -122,8 +124,10 @@ class ModelSizes:
         if text.get("mlp_bias"):
             layer += 2 * numbers["intermediate_size"] + hidden
         is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+        # The embedding, and the head if it has weights of its own.
         table = numbers["vocab_size"] * hidden
         num_tables = 1 if is_tied else 2
+        # The last term of `num_parameters` is the last norm.
         return cls(
             hidden=hidden,
             mlp=numbers["intermediate_size"],
@@ -142,7 +146,13 @@ class ModelSizes:
 
 
 def _read_size(config: Mapping[str, Any], name: str, where: str) -> int:
-    """Read a size. Raise a ConfigError if it is missing or no whole number above 0."""
+    """Read a size. Raise a ConfigError if it is missing or no whole number above 0.
+
+    Args:
+        config: the config.json, or its section about the decoder.
+        name: key of the size.
+        where: path of the file, for errors.
+    """
     value = config.get(name)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -156,7 +166,12 @@ def _read_size(config: Mapping[str, Any], name: str, where: str) -> int:
 
 
 def _unknown_part(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """Name a part of a model that the formulas do not cover; "" if they cover all."""
+    """Name a part of a model that the formulas do not cover; "" if they cover all.
+
+    Args:
+        config: contents of the config.json.
+        text: the section of the file about the decoder; the whole file if it has none.
+    """
     if "vision_config" in config:
         return "a vision encoder"
     if any(text.get(name) for name in _EXPERTS):

@@ -67,7 +67,14 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Times of passes over the sequences of a step that one rank computes."""
+    """Times of passes over the sequences of a step that one rank computes.
+
+    Attributes:
+        config: the configuration.
+        plans: the trained roles, by the keys of their sections.
+        devices: the devices, which all roles share.
+        lengths: assumed mean lengths.
+    """
 
     config: Config
     plans: Mapping[str, RolePlan]
@@ -88,18 +95,20 @@ class _Passes:
         return num_prompts * self.lengths.prompt + self.num_sequences * self.lengths.response
 
     def forward_s(self, role: str) -> float:
-        """Seconds of a pass without gradients."""
+        """Seconds of a role's pass without gradients, over all sequences of the rank."""
         plan = self.plans[role]
         if role in self.devices.layer_times:
             most_tokens = inference_tokens(self.config, role, plan)
             return self._measured_s(role, "forward", 1, most_tokens)
+        # A critic has no vocabulary head.
         num_predicted = self.num_sequences * self.lengths.response if role == ACTOR else 0.0
+        # Sum of the squared lengths of sequences.
         squares = self.num_sequences * (self.lengths.prompt + self.lengths.response) ** 2
         flops = forward_flops(plan.sizes, self.num_tokens, num_predicted, squares)
         return flops / (self.devices.flops * PRODUCTS_SHARE)
 
     def update_s(self, role: str) -> float:
-        """Seconds of all epochs of an update, with the exchange between ranks."""
+        """Seconds of all epochs of a role's update, with the exchange between ranks."""
         plan = self.plans[role]
         section = trained_section(self.config, role)
         num_passes = update_passes(self.config, role, recomputes=plan.recomputes)
@@ -107,13 +116,14 @@ class _Passes:
         if measured is None:
             epoch_s = num_passes * self.forward_s(role) + _exchange_s(plan, self.devices)
             return epoch_s * section.ppo_epochs
-        # The plan may recompute activations or have an adapter where the measured layers did not.
+        # The plan may recompute activations or have an adapter where the measured layers did not:
+        # the difference is counted in forward passes.
         epoch_s = (num_passes - measured.num_passes) * self.forward_s(role)
         num_steps = BatchPlan(self.config).num_mini_batches
         most_tokens = micro_batch_tokens(self.config, role, plan)
         epoch_s += self._measured_s(role, "update", num_steps, most_tokens)
         epoch_s += num_steps * measured.seconds("optimizer_s", plan.sizes.num_layers)
-        # Between phases, freed memory is returned to the system, which has to map it again.
+        # Between phases freed memory is returned to the system, so an update has to map new memory.
         memory = predict_update(self.config, role, plan)
         new_bytes = (memory.activations + memory.working) * plan.resident_factor
         return epoch_s * section.ppo_epochs + new_bytes / self.devices.new_bytes_per_s
@@ -124,7 +134,8 @@ class _Passes:
         Args:
             role: key of the role's section.
             name: "forward" or "update".
-            num_parts: parts of the tokens that are divided into micro-batches separately.
+            num_parts: number of equal parts of the tokens, such as mini-batches, each of which is
+                divided into micro-batches of its own.
             most_tokens: tokens of the largest micro-batch.
         """
         times = self.devices.layer_times[role]
@@ -160,8 +171,8 @@ def step_time(
     """
     passes = _Passes(config, plans, devices, lengths)
     actor = plans[ACTOR]
-    generation, limit = _predict_generation_s(config, actor, devices, lengths)
-    phases = {"generation": generation}
+    generation_s, limit = _predict_generation_s(config, actor, devices, lengths)
+    phases = {"generation": generation_s}
     if needs_old_log_prob_pass(config):
         phases["old log-probs"] = passes.forward_s(ACTOR)
     if needs_reference(config):
@@ -170,6 +181,7 @@ def step_time(
     if CRITIC in plans:
         phases["values"] = passes.forward_s(CRITIC)
         phases["update of the critic"] = passes.update_s(CRITIC)
+    # A rollout that computes with the actor's own weights needs no weight sync.
     if not actor.layout.is_whole or config.async_training.enable:
         weight_bytes = actor.sizes.num_parameters * actor.itemsize
         phases["weight sync"] = weight_bytes / devices.link_bytes_per_s
@@ -182,7 +194,7 @@ def step_time(
 def forward_flops(
     sizes: ModelSizes, num_tokens: float, num_predicted: float, squares: float
 ) -> float:
-    """Operations of a forward pass; see `quadriga.models.flops.ModelCost`.
+    """Floating-point operations of a forward pass; see `quadriga.models.flops.ModelCost`.
 
     Args:
         sizes: the model.
@@ -196,7 +208,7 @@ def forward_flops(
 
 
 def _exchange_s(plan: RolePlan, devices: Devices) -> float:
-    """Seconds in which ranks sum gradients and gather weights, without overlap."""
+    """Seconds in which ranks sum gradients and gather weights, as if nothing overlapped with it."""
     if devices.count == 1:
         return 0.0
     # Gradients are summed in float32.
@@ -210,20 +222,33 @@ def _exchange_s(plan: RolePlan, devices: Devices) -> float:
 def _predict_generation_s(
     config: Config, plan: RolePlan, devices: Devices, lengths: Lengths
 ) -> tuple[float, str]:
-    """Predict generation. Return its seconds, and what takes most of them in decode steps."""
+    """Predict the time of generation.
+
+    Args:
+        config: the configuration.
+        plan: model and ranks of the actor.
+        devices: the devices.
+        lengths: assumed mean lengths.
+
+    Returns:
+        Seconds, and the part of the decode steps that takes most of them, such as "KV cache". Of
+        measured decode steps the parts are not known: "decode steps".
+    """
     sizes = plan.sizes
     rollout = config.actor_rollout_ref.rollout
     group_size = rollout.tensor_model_parallel_size
     num_engines = max(1, devices.count // group_size)
     batch = BatchPlan(config)
+    # The numbers below are those of one engine.
     num_sequences = batch.num_sequences / num_engines
     num_prompts = batch.num_prompts / num_engines
     num_running = min(float(rollout.max_num_seqs), num_sequences)
     num_new_tokens = num_sequences * lengths.response
-    # Steps until the longest response has ended, or until all sequences had their turn.
+    # Decode steps until the longest response has ended, or if not all sequences run at once, until
+    # all had their turn.
     longest = min(config.data.max_response_length, _LONGEST_FACTOR * lengths.response)
     num_steps = max(longest, num_new_tokens / num_running)
-    # Mean over the tokens of a response of the sequence's length so far.
+    # Tokens of a sequence that a decode step reads from the KV cache, in the mean over a response.
     mean_length = lengths.prompt + lengths.response / 2
     token_bytes = cached_token_bytes(plan)
 
@@ -231,7 +256,7 @@ def _predict_generation_s(
     if measured is not None and measured.seconds("decode_step_s", sizes.num_layers):
         start_s = measured.seconds("generation_start_s", sizes.num_layers)
         steps_s = (num_steps - 1) * measured.seconds("decode_step_s", sizes.num_layers)
-        # Longer sequences than the measured ones read more of the KV cache.
+        # Longer sequences than the measured ones read more of the KV cache, shorter ones less.
         more_tokens = mean_length - measured.num_context_tokens
         cache_s = num_new_tokens * more_tokens * token_bytes / devices.bytes_per_s
         return start_s + steps_s + cache_s, "decode steps"
