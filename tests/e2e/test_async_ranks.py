@@ -97,16 +97,27 @@ def _ahead_only_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncBatches, "take", take_at_once)
 
 
+@pytest.fixture
+def lost() -> Iterator[list[ServedStream]]:
+    """Streams of ranks that a test declares lost. A run does not close them, so their threads would keep this process
+    from ending."""
+    streams: list[ServedStream] = []
+    yield streams
+    for stream in streams:
+        stream.close()
+
+
 def test_a_rank_that_is_lost_changes_no_number(
     train: Callable[..., Path],
     metric_lines: Callable[[Path], Lines],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    lost: list[ServedStream],
 ) -> None:
     """Of two ranks one is lost while it generates; its groups start on the other, and it comes back. The metrics are
     those of one process, which a run with both ranks has as well."""
     expected = metric_lines(train(*ON, *ALIKE, run="alone"))
-    tell, take, lost = ServedStream._report, AsyncBatches.take, list[ServedStream]()
+    tell, take = ServedStream._report, AsyncBatches.take
 
     def dies(stream: ServedStream, kind: str, group: int, output: Any) -> None:
         if (kind, group) == ("ended", 9) and not lost:
@@ -235,9 +246,10 @@ def test_a_rank_that_is_lost_in_a_save_holds_up_nothing(
     train: Callable[..., Path],
     metric_lines: Callable[[Path], Lines],
     monkeypatch: pytest.MonkeyPatch,
+    lost: list[ServedStream],
 ) -> None:
     """What it had under way starts anew, in the run that goes on and in the one that resumes."""
-    hand_out, lost = ServedStream.hand_out, list[ServedStream]()
+    hand_out = ServedStream.hand_out
 
     def dies(stream: ServedStream) -> None:
         if len(stream._open) > 1 and not lost:
