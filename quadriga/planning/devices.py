@@ -85,10 +85,12 @@ class LayerTimes:
     def resident_factor(self, num_layers: int) -> float:
         """Growth of the process's memory in an update, relative to the tensors that exist at once.
 
-        A layer's tensors reuse part of the memory that earlier layers have freed. With 3, 6 and 12
-        layers, the memory that the C library keeps grew about with the square root of the layers.
+        A layer's tensors reuse part of the memory that earlier layers have freed, so the memory that
+        the C library keeps grows more slowly than the number of layers. In runs of 4 to 12 layers it
+        grew with the power 0.3 to 1 of that number, on average 2/3.
         """
-        return 1.0 + self.kept_share * math.sqrt(self.kept_layers / num_layers)
+        kept_growth = (num_layers / self.kept_layers) ** (2 / 3)
+        return 1.0 + self.kept_share * kept_growth * self.kept_layers / num_layers
 
 
 @dataclass(frozen=True)
