@@ -454,10 +454,10 @@ class Run:
     @cached_property
     def model(self) -> PreTrainedModel:
         """The trained model, loaded on first use."""
-        kind = AutoModelForCausalLM
+        model_class = AutoModelForCausalLM
         if self.config.task == "reward_model":
-            kind = AutoModelForSequenceClassification
-        model = kind.from_pretrained(self.model_folder)
+            model_class = AutoModelForSequenceClassification
+        model = model_class.from_pretrained(self.model_folder)
         # Remembered, so that the unchanged model can be passed to `train` in place of its folder.
         _loaded_models[model] = (self.model_folder, _num_changes(model))
         return model

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -49,7 +49,8 @@ def run_coroutine(
 
     Args:
         work: the coroutine.
-        run: runs a coroutine in a thread without a running loop, as `asyncio.run` does.
+        run: called in a thread that has no running loop; runs a coroutine to its end, as
+            `asyncio.run` does.
 
     Returns:
         The result of the coroutine. An interrupt of the wait, such as KeyboardInterrupt, cancels
@@ -60,10 +61,14 @@ def run_coroutine(
 
     # The other thread adds its task here, so that this one can cancel it.
     tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+    is_interrupted = Event()
 
     async def run_as_task() -> T:
         task = asyncio.ensure_future(work)
         tasks.append((asyncio.get_running_loop(), task))
+        # The interrupt may have come before there was a task to cancel.
+        if is_interrupted.is_set():
+            task.cancel()
         return await task
 
     future = in_background(lambda: run(run_as_task()), "coroutine")
@@ -72,6 +77,7 @@ def run_coroutine(
     except BaseException:
         # Either the coroutine has failed, or something has interrupted the wait for it.
         if not future.done():
+            is_interrupted.set()
             for loop, task in tasks:
                 loop.call_soon_threadsafe(task.cancel)
             # Wait until the cancelled coroutine has cleaned up.

@@ -89,8 +89,8 @@ class HTTPClient:
         self.url = self.url.rstrip("/")
         common = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
         self.headers = {**common, **(self.headers or {})}
-        # Uses the certificates of the machine, which may include a private authority. By default, httpx2 uses those
-        # of a package.
+        # Use the certificates of the machine, which may include a private authority. By default,
+        # httpx2 uses those of a package.
         verify = ssl.create_default_context() if parts.scheme == "https" else False
         # With `trust_env` httpx2 reads the proxies from environment variables.
         trusts_env = self.use_proxies and not is_loopback(self.url)

@@ -45,7 +45,10 @@ def sleeping_threads() -> Iterator[None]:
 
 @contextmanager
 def threads_for_load() -> Iterator[None]:
-    """Context manager: `sleeping_threads`, but only if other programs compute on this machine."""
+    """Context manager: choose how torch's threads wait by the load of this machine.
+
+    They sleep, as with `sleeping_threads`, only if other programs compute on this machine.
+    """
     global _reason
     if "torch" in sys.modules or any(name in os.environ for name in _CHOICES):
         yield

@@ -136,7 +136,11 @@ class Output(io.RawIOBase):
             os.write(self._fd, text.encode())
 
     def use_log(self) -> None:
-        """Redirect the descriptor to the log if it has failed and the log's folder is known."""
+        """Redirect the descriptor to the log if it has failed and the log's folder is known.
+
+        Then writes the held output to the log, with `_write_to_log`. That calls this method again,
+        which does nothing since `is_logged` is set.
+        """
         if self.failure is None or self.is_logged or self.log is None:
             return
         reason = f"{self._title} cannot be written ({self.failure.strerror})"
@@ -161,10 +165,11 @@ class Output(io.RawIOBase):
             finally:
                 os.close(fd)
             self.is_logged = True
-        if self.is_logged:
-            held = bytes(self._held)
-            self._held.clear()
-            self._write_to_log(held)
+        if not self.is_logged:
+            return
+        held = bytes(self._held)
+        self._held.clear()
+        self._write_to_log(held)
 
 
 def install(encoding: str | None = None) -> None:

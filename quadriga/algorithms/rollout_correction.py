@@ -312,12 +312,13 @@ def _statistic(rule: Rejection, log_ratio: Tensor, mask: Tensor) -> Tensor:
         divergence = -log_ratio
     elif rule.kind == "k2":
         divergence = log_ratio.square() / 2
-    else:
+    else:  # k3
         divergence = log_ratio.exp() - 1 - log_ratio
     if rule.level == "seq_sum":
         return masked_sum(divergence, mask, dim=-1)[:, None].expand(mask.shape)
     if rule.level == "seq_mean":
         return masked_mean(divergence, mask, dim=-1)[:, None].expand(mask.shape)
+    # `token` and `seq_max` judge each token. For `seq_max`, the caller combines them by response.
     return divergence
 
 

@@ -192,7 +192,7 @@ def _describe_step(config: Config, plan: BatchPlan) -> Iterator[str]:
 
 
 def _describe_files(trainer: TrainerConfig) -> Iterator[str]:
-    """List the directories and files that the run writes."""
+    """List where the run writes: directories, files and loggers."""
     yield f"run: {trainer.directory}"
     yield f"metrics: {', '.join(trainer.loggers)}"
     if trainer.rollout_record != "off":

@@ -157,6 +157,7 @@ class Layout:
             is_trained: whether the model is trained.
         """
         if not self.uses_megatron_modules:
+            # `ep` is no factor, because its ranks are among those of `fsdp`.
             num_shards = self.pp * self.tp * self.fsdp
             bytes_per_parameter = itemsize
             if is_trained:
@@ -166,7 +167,8 @@ class Layout:
                 bytes_per_parameter = 16 + (itemsize if has_copy else 0)
             num_weights = num_expert_weights + num_other_weights
             return num_weights / num_shards * bytes_per_parameter
-        # Weights of one rank on Megatron-core, which divides experts and other weights differently.
+        # Megatron-core divides experts over ep, and not over tp, because the engine sets
+        # `expert_tensor_parallel_size` to 1. It divides all other weights over tp.
         expert_weights = num_expert_weights / (self.pp * self.ep)
         other_weights = num_other_weights / (self.pp * self.tp)
         if not is_trained:
@@ -210,7 +212,10 @@ class Layout:
         return "\n".join(lines)
 
     def describe(self) -> str:
-        """Format the sizes: `fsdp=2 tp=2 sp=1 pp=1`, with dp_replicate and ep if above 1."""
+        """Format the sizes: `fsdp=2 tp=2 sp=1 pp=1`, with dp_replicate and ep if above 1.
+
+        `fsdp` counts the ranks of `sp`, too.
+        """
         if self.world_size == 1:
             return "one process"
         replicas = f"dp_replicate={self.dp_replicate} " if self.dp_replicate > 1 else ""

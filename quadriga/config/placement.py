@@ -514,7 +514,7 @@ def _check_megatron_version() -> Findings:
 
 
 def _check_activations(at: str, model: ModelConfig | CriticModelConfig) -> Findings:
-    """Yield an error if activations of a model are to be offloaded, which only FSDP2 supports.
+    """Yield an error if a model on Megatron-core is to offload activations, as only FSDP2 can.
 
     Args:
         at: dotted key of the section.

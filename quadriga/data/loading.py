@@ -335,7 +335,8 @@ def _require_rows(num_rows: int, dataset: Dataset, config: DataConfig) -> None:
     if num_rows > 0:
         return
     fix = "Check the files."
-    # The data sets of this package report it themselves if all prompts are too long.
+    # The data sets of this package raise their own error if all prompts are too long, so this
+    # advice is only for a user's class.
     if config.custom_cls.path is not None:
         limit = f"data.max_prompt_length={config.max_prompt_length}"
         fix = f"Check the files. Raise {limit} if the class leaves longer prompts out."

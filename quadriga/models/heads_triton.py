@@ -98,8 +98,8 @@ def _statistics_kernel(
     # Over the rows so far, with z their logits and e = exp(z - peak):
     peak = tl.full((TOKENS,), _NOTHING, dtype=tl.float32)  # largest z
     total = tl.zeros((TOKENS,), dtype=tl.float32)  # sum of e
-    mean = tl.zeros((TOKENS,), dtype=tl.float32)  # sum of e (z - peak), to be divided by the total
-    squares = tl.zeros((TOKENS,), dtype=tl.float32)  # sum of e^2, to be divided by total^2
+    weighted = tl.zeros((TOKENS,), dtype=tl.float32)  # sum of e (z - peak)
+    squares = tl.zeros((TOKENS,), dtype=tl.float32)  # sum of e^2
     chosen = tl.full((TOKENS,), -float("inf"), dtype=tl.float32)  # the target's logit
     first = part * rows_of_part
     for start in range(first, min(first + rows_of_part, num_rows), ROWS):
@@ -122,16 +122,18 @@ def _statistics_kernel(
             ROWS,
             COLUMNS,
         )
-        # When the peak rises by -sunk, the sums so far must shrink.
+        # When the peak rises by -sunk, every e so far shrinks by the factor exp(sunk).
         higher = tl.maximum(peak, tl.max(z, 1))
         sunk = peak - higher
         shrink = tl.exp(sunk)
         shifted = z - higher[:, None]
         exponentials = tl.exp(shifted)
         if WITH_ENTROPY:
+            # Every z - peak so far changes by sunk, so the sum of e (z - peak) becomes
+            # shrink * (weighted + sunk * total), with the total before this tile.
             # Rows past the end have z = -inf, and 0 * -inf would be NaN.
-            weighted = tl.where(is_row, exponentials * shifted, 0.0)
-            mean = shrink * (mean + sunk * total) + tl.sum(weighted, 1)
+            products = tl.where(is_row, exponentials * shifted, 0.0)
+            weighted = shrink * (weighted + sunk * total) + tl.sum(products, 1)
         if WITH_SQUARES:
             squares = shrink * shrink * squares + tl.sum(exponentials * exponentials, 1)
         total = shrink * total + tl.sum(exponentials, 1)
@@ -139,18 +141,20 @@ def _statistics_kernel(
         is_chosen = (rows[None, :] == target_row[:, None]) & is_row
         target_logits = tl.where(is_chosen, z, -float("inf"))
         chosen = tl.maximum(chosen, tl.max(target_logits, 1))
-    # H = log(total) - mean; with p = e / total, sum of p^2 = squares / total^2.
+    # The results, with p = e / total. What was not requested stays zero.
     log_total = tl.log(total)
+    entropy = weighted
     if WITH_ENTROPY:
-        mean = log_total - mean / total
+        entropy = log_total - weighted / total
+    sum_p_squared = squares
     if WITH_SQUARES:
-        squares = squares / (total * total)
+        sum_p_squared = squares / (total * total)
     # This part's rows of the result [P, 4, M], in the order of `statistics`.
     to = result + part * 4 * num_tokens + tokens
     tl.store(to, peak + log_total, mask=is_token)
-    tl.store(to + num_tokens, mean, mask=is_token)
+    tl.store(to + num_tokens, entropy, mask=is_token)
     tl.store(to + 2 * num_tokens, chosen, mask=is_token)
-    tl.store(to + 3 * num_tokens, squares, mask=is_token)
+    tl.store(to + 3 * num_tokens, sum_p_squared, mask=is_token)
 
 
 @triton.jit
@@ -275,9 +279,9 @@ def logit_gradients(
     weight: Tensor,
     bias: Tensor | None,
     target_rows: Tensor,
-    outer: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    token_inputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
 ) -> Tensor:
-    """Compute the gradient of the logits of one chunk.
+    """Compute the gradient with respect to the logits of one chunk.
 
     Args:
         temperature: divides the logits.
@@ -285,11 +289,12 @@ def logit_gradients(
         weight: [V', D] in the dtype of `hidden`.
         bias: [V'] or None.
         target_rows: [C] rows of the targets in `weight`; -1 if it does not have the target.
-        outer: gradient of the log-probs; gradient of the entropies, or None; normalisers and
-            entropies of the whole vocabulary; [C] each. A `_TokenInputs` of `models.heads`.
+        token_inputs: gradient of the log-probs; gradient of the entropies, or None; normalisers
+            and entropies of the whole vocabulary; [C] each. A `_TokenInputs` of `models.heads`.
 
     Returns:
-        [C, V'] in the dtype of `hidden`: the gradient of the logits before the temperature.
+        [C, V'] in the dtype of `hidden`: the gradient with respect to the logits before they are
+        divided by the temperature.
     """
     num_tokens = len(hidden)
     num_rows = len(weight)
@@ -298,7 +303,7 @@ def logit_gradients(
     result = hidden.new_empty(num_tokens, num_rows)
     if not num_tokens or not num_rows:
         return result
-    grad_log_probs, grad_entropy, normalizer, entropy = outer
+    grad_log_probs, grad_entropy, normalizer, entropy = token_inputs
     if grad_entropy is not None:
         grad_entropy = grad_entropy.contiguous()
     grid = (triton.cdiv(num_tokens, _TOKENS), triton.cdiv(num_rows, _ROWS))

@@ -184,12 +184,14 @@ def get_all(futures: "Sequence[DataProtoFuture]") -> list[Any]:
     """
     if not futures:
         return []
-    # One call of `resolve` waits for the handles of all futures. The `resolve` of a future with
-    # `rows_of` may return lent rows, because its `get` concatenates, which copies them. A future
-    # without `rows_of` may keep its outputs, so its `resolve` lends none and suits all futures.
-    never_lends = next((future for future in futures if future.rows_of is None), futures[0])
+    # Choose a `resolve` to wait for the handles of all futures in one call. That of a future with
+    # `rows_of` may return lent rows (see `protocol.memory`), because `get` concatenates, which
+    # copies them. That of a future without `rows_of`, which may keep its outputs, lends none, so it
+    # suits all futures. If all have `rows_of`, any suits.
+    resolves = (future.resolve for future in futures if future.rows_of is None)
+    resolve = next(resolves, futures[0].resolve)
     handles = [handle for future in futures for handle in future.futures]
-    outputs = iter(never_lends.resolve(handles))
+    outputs = iter(resolve(handles))
 
     values = []
     for future in futures:
@@ -250,7 +252,8 @@ class DataProtoFuture:
     def get(self) -> Any:
         """Wait for the outputs and return the value; raise the error of a worker."""
         outputs = self.resolve(self.futures)
-        # If only a chunk of concatenated rows is wanted, the other rows are not copied.
+        # If only a chunk of concatenated rows is wanted, the other rows are not copied. `rows_of`
+        # holds numbers of outputs.
         parts = []
         if self.chunks and self.dispatch_fn is None:
             parts = [outputs[number] for number in self.rows_of or ()]

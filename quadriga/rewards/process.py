@@ -520,7 +520,8 @@ async def _grade_concurrently(
                 returned = await compute_score(**arguments)
             outcome = _read_returned(returned, function, arguments)
         except BaseException as error:
-            # The score function may also raise a TimeoutError itself.
+            # Also SystemExit of a score function, which would end the event loop for all samples.
+            # The score function may raise a TimeoutError itself, too.
             if isinstance(error, TimeoutError) and limit.expired():
                 outcome = failure("timeout", LATE_MESSAGE.format(timeout_s))
             else:

@@ -163,7 +163,8 @@ class Servers:
         Args:
             path: path of the request below a server's address.
             body: JSON of the request.
-            read: called with the server and its reply. Its errors are raised.
+            read: called with the server and its reply. Its errors are raised, but a ServerLostError
+                counts as no reply.
             description: description of the request, for errors.
 
         Returns:

@@ -141,15 +141,15 @@ def read_json(text: str | bytes, where: str = "body") -> Any:
         where: place of the JSON in the call, for errors.
 
     Raises:
-        CallError: the text is not JSON, or contains a text that cannot be encoded, such as half of a
-            surrogate pair.
+        CallError: the text is not JSON, which has no NaN or Infinity; or it contains a text that
+            cannot be encoded, such as half of a surrogate pair.
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-        # Tokenizers and answers need texts that can be encoded.
+        # Tokenizers and replies need texts that can be encoded.
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise CallError(where, got=f"no JSON ({error})", expected="a JSON object") from error
+        raise CallError(where, got=f"no JSON ({error})", expected="JSON") from error
     return value
 
 

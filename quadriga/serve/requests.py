@@ -159,7 +159,7 @@ def chat_call(body: Any, policy: ServedPolicy) -> Call:
 
 
 def tokenize_call(body: Any, policy: ServedPolicy) -> list[int]:
-    """Token ids that answer a call of `/tokenize`.
+    """Tokenize the messages or the prompt of a call of `/tokenize`.
 
     Args:
         body: the call, which has `messages` or the text `prompt`.

@@ -149,7 +149,8 @@ class Preflight:
     def _grade_first_row(self, reward: RewardManager, rows: Any) -> None:
         """Grade the ground truth of the first row as if it were a response.
 
-        Adds a notice if it scores no more than an empty response in any of the `ANSWER_FORMS`.
+        Adds a notice if nothing shows that the grader compares with it: if it scores no more than
+        an empty response, and in none of the `ANSWER_FORMS` above both 0 and an empty response.
         Only graders that run on this machine are called. A row with a user's agent loop is not
         graded, which a notice says.
 
@@ -187,9 +188,12 @@ class Preflight:
         samples = [self._sample_with(facts_of_row, response) for response in responses]
         outcomes = reward.submit(samples).result()
         empty_score, *scores = [0.0 if outcome.error else outcome.score for outcome in outcomes]
-        # If the truth scores in any form, the grader compares with it, and no notice is needed. Some
-        # rewards are never above 0: then the truth need only score more than an empty response.
-        if score > empty_score or max(scores) > max(0.0, empty_score):
+        # Some rewards are never above 0. Then it is enough to score more than an empty response.
+        beats_empty = score > empty_score
+        # A form may lose less than an empty response for its format alone, whatever its answer is.
+        # So it must also score above 0.
+        has_scoring_form = max(scores) > max(0.0, empty_score)
+        if beats_empty or has_scoring_form:
             return
         path = reward.function.path
         setting = "" if path is None else f" custom_reward_function.path={path}"

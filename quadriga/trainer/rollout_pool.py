@@ -110,7 +110,7 @@ class RolloutPool(WeightPublisher):
         self._restarts.wait()
 
     def publish(self, step: int) -> None:
-        """Set the weights to generate with, and send them unless `is_lazy`."""
+        """Declare the actor's current weights to be version `step`; send them unless `is_lazy`."""
         self._version = step
         self._is_sent = False
         if not self.is_lazy:

@@ -113,6 +113,7 @@ def driver_problem() -> ConfigError | None:
     """
     if torch.version.cuda is None or torch.cuda.is_available() or not DRIVER.exists():
         return None
+    # The user hides all GPUs.
     if visible_devices() == []:
         return None
     # The first line of this file names the driver and its version.

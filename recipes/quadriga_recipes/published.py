@@ -143,7 +143,7 @@ def _read_files(files: list[Path], source: Source) -> list[Row]:
     """Read and convert files of a data set.
 
     Raises:
-        DataError: a file cannot be read, lacks a column, or has a row that `make` refuses.
+        DataError: a file cannot be read, lacks a column, or has a row that `source.make` refuses.
     """
     rows = []
     for file in files:
@@ -177,7 +177,7 @@ def _from_hub(name: str) -> Splits:
     """Read the training and validation rows of a data set from the hub, or from its local cache.
 
     Raises:
-        DataError: the data set cannot be loaded, or has a row that `make` refuses.
+        DataError: the data set cannot be loaded, or has a row that `Source.make` refuses.
     """
     # The import takes longer than the rest of the command, and only this function needs it.
     import datasets

@@ -77,13 +77,14 @@ class Kernels:
 
     @staticmethod
     def logit_gradients(
-        temperature: float, hidden: Any, weight: Any, bias: Any, target_rows: Any, outer: Any
+        temperature: float, hidden: Any, weight: Any, bias: Any, target_rows: Any, token_inputs: Any
     ) -> Any:
         result = hidden.new_empty(len(hidden), len(weight))
         with _disable_current_modes():
             probabilities = (hidden.float() @ weight.float().t() / temperature).softmax(-1)
-            grad = -probabilities * outer[0][:, None]
-            grad.scatter_add_(1, target_rows[:, None], outer[0][:, None])
+            grad_log_probs = token_inputs[0][:, None]
+            grad = -probabilities * grad_log_probs
+            grad.scatter_add_(1, target_rows[:, None], grad_log_probs)
             result.copy_(grad / temperature)
         return result
 

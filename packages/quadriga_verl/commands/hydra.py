@@ -101,7 +101,10 @@ def parse_value(text: str, key: str = "value") -> Any:
         return f"@hidden{len(hidden) - 1}@"
 
     def restore(value: Any) -> Any:
-        """Replace placeholders by the hidden texts, at any depth of a value."""
+        """Replace placeholders by the hidden texts, at any depth of a value.
+
+        Keys of dictionaries become texts, as all parts of a dotted key are.
+        """
         if isinstance(value, dict):
             return {restore(str(name)): restore(inner) for name, inner in value.items()}
         if isinstance(value, list):

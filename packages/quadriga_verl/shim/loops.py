@@ -564,7 +564,7 @@ class ToolParser:
     """Parser of the tool calls in responses. Subclasses are registered as a `multi_turn.format`."""
 
     _registry: ClassVar[dict[str, "type[ToolParser]"]] = {}
-    form = "hermes"  # name of the format
+    format_name = "hermes"
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -584,15 +584,15 @@ class ToolParser:
             names = ", ".join((*PARSERS, *cls._registry))
             raise ValueError(f"tool parser: got {name!r}, expected one of {names}")
         parser = cls._registry.get(name, ToolParser)(tokenizer)
-        parser.form = name
+        parser.format_name = name
         return parser
 
     @classmethod
     def register(cls, name: str) -> Callable[[type[Any]], type[Any]]:
         """Class decorator that registers a parser.
 
-        The loop `tool_agent` is then verl's `ToolAgentLoop`, because Quadriga's loop passes text to
-        parsers, while verl's parsers take tokens.
+        From then on, the loop `tool_agent` is verl's `ToolAgentLoop` in the whole process, because
+        Quadriga's loop passes text to parsers, while verl's parsers take tokens.
 
         Args:
             name: name of the format.
@@ -625,7 +625,7 @@ class ToolParser:
             function = schema["function"]
             parameters[function["name"]] = function.get("parameters", {})
         calls = []
-        for call in PARSERS[self.form](text, parameters):
+        for call in PARSERS[self.format_name](text, parameters):
             if with_unreadable or not call.problem:
                 arguments = json.dumps(call.arguments, ensure_ascii=False)
                 calls.append(

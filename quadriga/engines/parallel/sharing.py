@@ -116,7 +116,7 @@ class SharedTokens(Sharing):
         return routed
 
     def _groups(self, *, with_tp: bool = True) -> list[dist.ProcessGroup]:
-        """Groups of this rank whose ranks have different tokens of the same rows.
+        """Groups of this rank whose ranks have different tokens of the same rows, tp before sp.
 
         Args:
             with_tp: whether to include the tp group, if it divides tokens.

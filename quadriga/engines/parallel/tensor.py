@@ -66,7 +66,7 @@ def shard_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
         parameters in full.
 
     Raises:
-        EngineError: the embedding does not just look up rows of a table, perhaps scaled.
+        EngineError: the embedding does more than look up rows of a table and scale them.
     """
     dimensions = {}
     size = dist.get_world_size(group)
@@ -90,11 +90,13 @@ def shard_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
 
         # Choose the forward pass that works with this rank's shard.
         if dimension == 0:
+            # A colwise projection needs the tokens of all ranks, whether it is sharded or not.
             parent, _, _ = match["name"].rpartition(".")
             colwise_parents[parent] = base.get_submodule(parent)
+            # Plain "colwise" keeps the module's own forward; the others gather their outputs.
             if style != "colwise":
                 if module.out_features % size:
-                    # Only equal shards can be gathered: every rank keeps all outputs.
+                    # Only equal shards can be gathered, so this projection is not sharded.
                     continue
                 module.forward = partial(_colwise_gathered_forward, module, group)
         else:
@@ -141,7 +143,7 @@ def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[
         The sharded dimension of each sharded parameter, by name.
 
     Raises:
-        EngineError: the embedding does not just look up rows of a table, perhaps scaled.
+        EngineError: the embedding does more than look up rows of a table and scale them.
     """
     table = cast(nn.Embedding, model.get_input_embeddings())
     head = model.get_output_embeddings()

@@ -267,6 +267,7 @@ def _set_resource_limits(limits: ResourceLimits) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         # Pending signals take the kernel's memory, and count for all processes of a user together.
+        # They have no limit of their own: one for each thread is enough for a program.
         resource.RLIMIT_SIGPENDING: limits.num_threads,
     }
     # Each limit is at most the hard limit that the process has already.

@@ -304,6 +304,8 @@ def _run_remote_case(
     Raises:
         RewardError: the server does not answer, or reports an error of its own each time.
     """
+    # The server measures both timeouts by the clock. A run gets `time_s`, which is its CPU time on
+    # this machine; compiling, which a test of Python hardly needs, gets the longer `wall_s`.
     body = {
         "code": _append_call(program, case) if case.is_call else program,
         "stdin": case.test_input.get("input", ""),

@@ -237,6 +237,7 @@ class EnvironmentAgent(AgentLoop):
         step = Step(f"Error: {call.problem}", info={"is_invalid": True})
         if not call.problem:
             step = await episode.step({"name": call.name, "arguments": call.arguments})
+        # With tools there is one agent, whose number is 0.
         play.record(step, 0)
         return ToolResult(
             name=call.name,
@@ -281,6 +282,8 @@ class Play:
             step: response of the environment.
             actor: number of the agent that acted. None: `reset` or `finish`.
         """
+        # Three agents may differ: `self.agent`, which this play records; `actor`, which has acted;
+        # and `step.agent`, which acts next.
         if step.rewards:
             # An agent without an entry has the reward 0. None means that the step was not scored.
             reward = step.rewards.get(self.agent, 0.0)

@@ -388,7 +388,7 @@ class _Host:
             patience_s: time in which the process may end by itself before it is killed, in seconds.
 
         Returns:
-            How the process ended, such as its exit status. "": there was none.
+            How the process ended, such as "exit status 1"; "" if there was no process.
         """
         process = self._process
         self._process = None

@@ -646,6 +646,7 @@ class NativeEngine(CausalModelEngine):
         if self._network is None or self._network.state != state_of(self.model):
             # Free the packed copy of earlier weights before the next one is made.
             self._network = None
+            # A plain model is computed layer by layer, any other one by the model's own module.
             if is_plain(self.model):
                 self._network = PlainNetwork(self.model, self.group)
             else:

@@ -94,7 +94,11 @@ class Prefetcher:
         return assign_uids(prompt, str(start.batch), first=start.row)
 
     def pop_saved_responses(self, groups: Mapping[int, Any]) -> list[SavedResponse]:
-        """Take the responses that the checkpoint has of some unfinished groups."""
+        """Remove and return the responses that the checkpoint saved of some groups.
+
+        Args:
+            groups: the groups, by number. The values are not used.
+        """
         # The first entry of a saved response is the number of its group.
         taken = [response for response in self._saved_responses if response[0] in groups]
         self._saved_responses = [
