@@ -641,7 +641,10 @@ class MultiTurnSFTDataset(TokenizedRows[TokenizedConversation]):
     def parts_of(self, row: dict[str, Any], chat: Messages, where: str) -> list[TextPart]:
         """Render a conversation as pieces of text, in which every turn of the assistant is learned.
 
-        The row may bring tools, and the template's option `enable_thinking`.
+        Args:
+            row: the row, which may bring tools, and the template's option `enable_thinking`.
+            chat: its messages.
+            where: place of the row, for errors.
         """
         options = {}
         if row.get(THINKING) is not None:

@@ -62,7 +62,7 @@ class PromptStream:
 
     @property
     def resume_obstacle(self) -> str:
-        """What would give a resumed run other rows than an uninterrupted one; "" if nothing would."""
+        """Why a resumed run would get other rows than an uninterrupted one; "" if it gets the same."""
         sampler = getattr(self.loader, "sampler", None)
         has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         if hasattr(sampler, "update") and not has_state:
