@@ -62,7 +62,7 @@ def test_a_pool_larger_than_the_cluster(ray_cluster: str) -> None:
     assert not states & {"PENDING", "PREPARED"}, "nothing was asked of Ray that it could not give"
 
 
-def test_roles_and_pools() -> None:
+def test_roles_and_pools(ray_cluster: str) -> None:
     manager = ResourcePoolManager(
         {"a": [2], "b": [1, 1]}, {"actor": "a", "rollout": "a", "critic": "b"}
     )
@@ -83,7 +83,7 @@ def test_roles_and_pools() -> None:
     with pytest.raises(WorkerError, match=r"role judge: got no pool.*actor, rollout, critic"):
         manager.get_resource_pool("judge")
     with pytest.raises(
-        WorkerError, match=r"pool of the role critic: got 'c', expected one of a, b"
+        WorkerError, match=r"pool of the role critic: got 'c', expected one of the pools a, b"
     ):
         ResourcePoolManager({"a": [2], "b": [1]}, {"actor": "a", "critic": "c"})
     with pytest.raises(WorkerError, match="resource pool b: got no role on it; roles: actor"):
