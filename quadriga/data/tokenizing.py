@@ -279,10 +279,11 @@ class ChatEncoder:
                 )
         self.tokenizer = tokenizer
         self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
+        # The model continues a turn at the end, unless the user has set how prompts end.
         ending_keys = {"add_generation_prompt", "continue_final_message"}
         self._may_continue = ending_keys.isdisjoint(template_kwargs)
-        # For each role order that was checked, the roles of two consecutive messages of which the
-        # template leaves out the second. None: it writes all messages.
+        # Results of checking the template, by the order of roles. None: the template writes all
+        # messages. Otherwise it leaves one out: the role of the message before it, and its own.
         self._omitted_pairs: dict[RoleOrder, tuple[str, str] | None] = {}
 
     def render(

@@ -459,10 +459,11 @@ def _bytes_between_phases(config: Config, role: str, plan: RolePlan) -> float:
 
 
 def _kept_gradients(config: Config, role: str, plan: RolePlan) -> float:
-    """Bytes of the sums of gradients that a role keeps between updates."""
+    """Bytes of the float32 buffers of gradient sums that a role keeps between updates."""
     if plan.is_on_cpu and plan.itemsize == 4:
-        # In float32 the parameters are the masters, and their gradients are dropped.
+        # There are no such buffers: the parameters are the masters, whose gradients are dropped.
         return 0.0
+    # `grad_offload` frees the buffers instead of moving them.
     frees_gradients = trained_section(config, role).fsdp_config.grad_offload
     if frees_gradients is None:  # the default of `grad_offload`
         frees_gradients = not plan.is_on_cpu

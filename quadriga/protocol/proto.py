@@ -6,8 +6,9 @@ has entries that apply to all rows. `fields.tsv` lists every column of the train
 
 Three rules apply to every operation:
 
-- **No divisibility.** `chunk`, `split` and `make_iterator` accept any number of rows. Chunks differ
-  by at most one row, the larger ones first; with fewer rows than chunks the last ones are empty.
+- **No divisibility.** `chunk`, `split` and `make_iterator` accept any number of rows. The parts that
+  `chunk` returns differ by at most one row, the larger ones first; if there are fewer rows than
+  parts, the last ones are empty.
 - **Copies are explicit.** `slice`, `chunk`, `split` and `select` share tensor memory with the
   original; `select_idxs`, `repeat`, `reorder`, `padding` and `concat` allocate each column once. A
   result never shares its dictionaries with the original.

@@ -272,7 +272,7 @@ def seed_generators(seed: int) -> None:
     Users' data sets and rewards may draw from them. Quadriga's code has its own generators.
     """
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # takes 32 bits
     torch.manual_seed(seed)
 
 

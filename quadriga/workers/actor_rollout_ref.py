@@ -329,18 +329,20 @@ class ActorRolloutRefWorker(Learner):
         An end of the block without an error means that the rollout has received the weights.
 
         Args:
-            has_frozen: whether the rollout still has the frozen weights that were sent to it.
+            has_frozen: whether the rollout has kept the frozen weights of the last sync that sent
+                them.
         """
         with self.engine.awake("weights"):
             if not self.sends_adapter_alone:
                 is_shared = self.has_rollout and self.generation.engine.shares_weights
                 yield self.engine.weights(is_merged=not is_shared)
                 return
-            # All ranks gather the same tensors, so they must make the same decision.
-            have_frozen = all(self.engine.world.gather(self.has_sent_frozen and has_frozen))
+            # The frozen weights are left out if they were sent, and the rollout has not lost them
+            # since, as in a restart. Sending weights is collective, so all ranks must agree.
+            omits_frozen = all(self.engine.world.gather(self.has_sent_frozen and has_frozen))
             # An error below leaves it unknown whether the frozen weights have arrived.
             self.has_sent_frozen = False
-            yield self.engine.adapter_weights(with_frozen=not have_frozen)
+            yield self.engine.adapter_weights(with_frozen=not omits_frozen)
             self.has_sent_frozen = True
 
     def shards(self) -> Held:

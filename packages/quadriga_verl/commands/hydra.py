@@ -205,7 +205,7 @@ class Tree:
             circle = " -> ".join((*above[above.index(key) :], key))
             raise ConfigError(
                 key,
-                got=f"references in a circle, {circle}",
+                got=f"circular references, {circle}",
                 expected="a value",
                 fix="Write the value.",
             )

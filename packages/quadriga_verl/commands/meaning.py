@@ -208,7 +208,8 @@ def set_known_name(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def set_filter_groups(line: Line, key: str, value: Any) -> None:
-    """Set a key of dynamic sampling, unless it has no effect in main_ppo of an old version."""
+    """Set a key of dynamic sampling, if the program reads it in this version of verl."""
+    # In old versions only main_dapo filters groups. The defaults of main_ppo then lack the key.
     if line.entry.name == "main_ppo" and key not in line.keys.default:
         line.note()
     elif value is not None:
@@ -219,13 +220,15 @@ def set_filter_groups(line: Line, key: str, value: Any) -> None:
 def set_clip_ratio(line: Line, key: str, value: Any) -> None:
     """Set the clip of a side. verl uses `clip_ratio` for a side whose own clip is null.
 
-    `clip_ratio` itself sets nothing. It is noted if verl's defaults have a clip for both sides; if
-    clips of the user override it, `_note_redundant_keys` of translate.py reports it.
+    `clip_ratio` itself sets nothing. If both sides have a clip, it has no effect. That is reported
+    here if verl's defaults set both clips, and by `_note_redundant_keys` of translate.py if the
+    user has set one.
     """
     sides = (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high")
     has_both = all(line.get(side) is not None for side in sides)
     if key in sides:
         line.set(key, line.get(f"{ACTOR}.clip_ratio", 0.2) if value is None else value)
+    # Both sides have a clip, and neither is the user's.
     elif has_both and line.keys.from_user.isdisjoint(sides):
         line.note()
 

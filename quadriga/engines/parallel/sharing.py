@@ -66,11 +66,11 @@ class SharedTokens(Sharing):
         return tokens, positions, UlyssesAttention(batch.plan, self.processes.group("sp"))
 
     def _tokens_of_sp_rank(self, batch: PackedBatch) -> tuple[int, int]:
-        """First packed index and number of the tokens of this rank's tp group."""
+        """First packed index of the tokens of this rank's tp group, and their number."""
         return part_of(batch.num_tokens, self.processes.layout.sp, self.processes.place.sp)
 
     def _local_tokens(self, batch: PackedBatch) -> tuple[int, int]:
-        """First packed index and number of the tokens of this rank between layers."""
+        """First packed index of the tokens that this rank holds between layers, and their number."""
         start, size = self._tokens_of_sp_rank(batch)
         part = self.processes.place.tp if self.num_parts > 1 else 0
         offset, part_size = part_of(size, self.num_parts, part)

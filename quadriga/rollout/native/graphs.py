@@ -181,10 +181,10 @@ class GraphedSteps:
         caches = (*prefixes.keys, *prefixes.values, *responses.keys, *responses.values)
         # Compare tensors and not addresses: all ranks of a group must notice new memory, which on
         # some ranks may have the addresses of the old one.
-        are_same = len(caches) == len(self.memory)
-        if not are_same or any(
-            memory() is not states for memory, states in zip(self.memory, caches, strict=True)
-        ):
+        is_same_memory = len(caches) == len(self.memory) and all(
+            memory() is states for memory, states in zip(self.memory, caches, strict=True)
+        )
+        if not is_same_memory:
             self.graphs = []
             self.memory = [weakref.ref(states) for states in caches]
             self.num_steps = 0

@@ -148,7 +148,7 @@ class Prefetcher:
         return hand_over, groups, self._filters.pop(hand_over.step, None)
 
     def take_counts(self) -> dict[str, float]:
-        """Return the metrics since the last call."""
+        """Return the metrics since the last call, and start new ones."""
         counts = self.counts
         self.counts = defaultdict(float)
         return counts

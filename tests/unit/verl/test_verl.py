@@ -241,7 +241,10 @@ def test_dynamic_sampling_is_the_recipes() -> None:
         ("data.train_files=${TRAIN}", "a key that there is"),
         ("+actor_rollout_ref.ref.model.path=m", "training starts from"),
         ("trainer.seed=1,2", "a sweep"),
-        ("algorithm.gamma=${algorithm.lam} algorithm.lam=${algorithm.gamma}", "in a circle"),
+        (
+            "algorithm.gamma=${algorithm.lam} algorithm.lam=${algorithm.gamma}",
+            "circular references",
+        ),
         ("trainer.no_such=1", "neither verl nor Quadriga"),
         ("trainer=5", "trainer: got 5, for a section"),
         ("algorithm.adv_estimator=spo", "one of"),
