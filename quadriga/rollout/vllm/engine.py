@@ -391,10 +391,10 @@ class VLLMEngine(ThirdPartyEngine):
 
     def _log_rebuilt(self) -> None:
         """Log the most memory that a load has taken beside the weights, if it is a new maximum."""
-        largest = max(self.core.call("rebuilt_module"))
-        if largest > self.rebuilt:
-            self.rebuilt = largest
-            num_bytes, name = largest
+        # The messages of vLLM's processes turn tuples into lists.
+        num_bytes, name = max(self.core.call("rebuilt_module"))
+        if num_bytes > self.rebuilt[0]:
+            self.rebuilt = (num_bytes, name)
             logger.info(
                 "vLLM rebuilds a module at a time:"
                 " at most %.1f MiB of tensors beside its weights (%s)",
