@@ -250,7 +250,7 @@ def test_a_server_of_it(
         prompts, sampling, images = requests(other, family)
         with pytest.raises(
             RolloutError,
-            match=r"got \d+ other tokens of a prompt with images, expected the \d+ of the",
+            match=r"got \d+ other tokens of a prompt with images, expected the \d+ tokens of the data",
         ):
             engine.generate_batch(prompts[4:5], sampling[4:5], images[4:5])
         engine.close()
