@@ -146,12 +146,16 @@ def test_an_interval_of_zero_is_refused():
 )
 def test_durations(seconds, text, monkeypatch):
     ear, readings = Ear(), iter([0.0])
+    # Watches of other tests keep the real clock. With this one they would sleep too long afterwards.
+    others = set(threading.enumerate()) - {threading.current_thread()}
+
+    def monotonic():
+        if threading.current_thread() in others:
+            return time.monotonic()
+        return next(readings, seconds)
+
     monkeypatch.setattr(watchdog, "_watches", {})
-    monkeypatch.setattr(
-        watchdog,
-        "time",
-        SimpleNamespace(monotonic=lambda: next(readings, seconds), sleep=time.sleep),
-    )
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
     with waiting("x", lambda: "", every_s=0.01, emit=ear):
         ear.wait_for(1)
     assert ear.reports[0] == f"waiting {text} for x: "
