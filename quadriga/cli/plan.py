@@ -13,6 +13,7 @@ from quadriga.cli.loading import LazyModule
 from quadriga.config import show
 from quadriga.config.placement import ACTOR, CRITIC
 from quadriga.errors import ConfigError
+from quadriga.observe.watchdog import waiting
 from quadriga.planning.devices import CPU, Devices, count_and_name
 from quadriga.planning.phases import Lengths
 from quadriga.planning.plan import (
@@ -93,9 +94,11 @@ def main(argv: Sequence[str]) -> int:
         # `plan_roles` raises an error for models without formulas. Call it before layers are measured,
         # which takes long.
         roles = plan_roles(config, devices, lengths, sizes, itemsize)
-        devices = layer_times.measure_cpu(
-            config, devices, roles, lengths, dtype=dtype, imported=_RUN
-        )
+        print("Measuring this CPU: half a minute, or minutes for long batches ...", flush=True)
+        with waiting("the measurement of this CPU"):
+            devices = layer_times.measure_cpu(
+                config, devices, roles, lengths, dtype=dtype, imported=_RUN
+            )
     plan = make_plan(config, devices, lengths, sizes, itemsize)
     plan = choose_recomputation(plan)
     for line in describe_plan(plan, lengths):

@@ -139,6 +139,17 @@ def test_what_a_plan_cannot_know(
 
 
 def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_model(tmp_path, hidden_size=56, intermediate_size=64, vocab_size=300)
-    assert plan(words(folder, "cpu")) == 0
-    assert "measured: float32 products and copies" in capsys.readouterr().out
+    folder = write_model(
+        tmp_path,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+    )
+    # The default batch of long sequences takes minutes to measure.
+    sizes = ("train_batch_size=8", "max_prompt_length=16", "max_response_length=32")
+    assert plan(words(folder, "cpu", *(f"data.{size}" for size in sizes))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Measuring this CPU")
+    assert "measured: float32 products and copies" in lines[1]
