@@ -15,6 +15,7 @@ from quadriga.planning.devices import CPU, Devices, LayerTimes, PassTimes
 from quadriga.planning.phases import Lengths, RolePlan, predict_update
 from quadriga.planning.plan import read_sizes
 from quadriga.planning.time import step_time
+from quadriga.workers import layer_times
 from quadriga.workers.layer_times import Measurement, measure_cpu
 
 LENGTHS = Lengths(prompt=8, response=32)
@@ -118,10 +119,17 @@ def seconds_of_update(times: LayerTimes) -> float:
     return times.seconds("update_call_s", 1) + times.seconds("update_token_s", 1)
 
 
+@pytest.fixture
+def few_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure a time twice, for tests that ask whether there is one."""
+    monkeypatch.setattr(layer_times, "_REPEATED_S", 0.0)
+
+
 def measurement_of(config: Config, dtype: torch.dtype) -> Measurement:
     return Measurement(config, LENGTHS, dtype, flops=1e10)
 
 
+@pytest.mark.usefixtures("few_repetitions")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("overrides", [(), ("actor_rollout_ref.model.lora_rank=4",)])
 def test_layers_are_measured(
@@ -142,6 +150,7 @@ def test_layers_are_measured(
         assert times.resident_factor(1) >= times.resident_factor(4) >= 1
 
 
+@pytest.mark.usefixtures("few_repetitions")
 def test_models_with_fewer_layers_than_are_measured(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     sizes = read_sizes(write_model(tmp_path, num_hidden_layers=2) / "config.json", {})
