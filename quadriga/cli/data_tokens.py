@@ -92,6 +92,7 @@ def print_prompts(config: Config, table: RowTable, row: int, errors: list[DataEr
         cache_dir=data.cache_dir,
         num_workers=data.filter_overlong_prompts_workers,
     )
+    # `notes` has bits for facts about each prompt.
     num_with_tools = np.count_nonzero(measured["notes"] & WITH_TOOLS)
     print(f"{describe_prompts(measured)}; {num_with_tools} of them with tools")
     lengths = measured["tokens"]
@@ -149,6 +150,7 @@ def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] |
     texts = []
     for index, token_id in enumerate(ids):
         mark = "*" if is_learned and is_learned[index] else ""
+        # `repr` shows line breaks as \\n. Its quotes are cut off.
         texts.append(mark + repr(encoder.tokenizer.decode([token_id]))[1:-1])
     count = f"{len(ids)} tokens"
     if is_learned:

@@ -326,6 +326,7 @@ def set_async_key(line: Line, key: str, value: Any) -> None:
         case "require_batches":
             line.set("data.train_batch_size", step_size)
         case "total_rollout_steps" if value:
+            # verl's number counts the prompts of the whole run.
             line.set("trainer.total_training_steps", max(1, value // step_size))
         case "use_rollout_log_probs" if value and not line.get(f"{_ASYNC}.compute_prox_log_prob"):
             line.set("algorithm.rollout_correction.bypass_mode", True)
@@ -377,8 +378,8 @@ def set_trainer_mode(line: Line) -> None:
     line.set(f"{_ASYNC}.max_staleness", line.get(threshold_key, 8), threshold_key)
     strategy_key = f"{_V1}.sampler.max_off_policy_strategy"
     strategy = line.get(strategy_key, "drop")
-    # Dropped groups would be replaced by new ones, and so are groups that a filter takes out. With a
-    # filter, the step waits for the groups that it has begun instead.
+    # `drop` cannot be combined with a filter of groups, because both fill a batch with other groups.
+    # With a filter, the step waits for the groups that were started for it.
     if line.settings.get("algorithm.filter_groups.enable"):
         strategy = "wait"
     line.set(f"{_ASYNC}.on_stale", strategy, strategy_key)

@@ -62,9 +62,9 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
     else:
         line = compose(entry, words, version)
         _translate_keys(line)
-        if line.stopped:
+        if line.stop_reason:
             # One key makes the whole run impossible: problems of other keys would only distract.
-            problem = ConfigError(entry.name, fix=line.stopped)
+            problem = ConfigError(entry.name, fix=line.stop_reason)
             return Line(entry, version, VerlKeys(entry), refused=[problem])
         if not line.refused:
             _note_redundant_keys(line, words)

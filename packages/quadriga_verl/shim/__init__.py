@@ -36,8 +36,8 @@ def read_table() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """Read table.tsv.
 
     Returns:
-        modules: for each module of verl, parent packages included: the place `module:attribute` of
-            what a name stands for, by the name.
+        modules: names by module of verl; parent packages are modules too. Each name has the place of the
+            object that it stands for, such as "quadriga.protocol:DataProto".
         missing: what to use instead of a module or name that does not exist here, by dotted name.
     """
     modules = {}
@@ -154,7 +154,8 @@ class Finder(MetaPathFinder, Loader):
 def install() -> None:
     """Install the import hook, unless it is installed.
 
-    It is set in the environment, by which child processes install it too.
+    `QUADRIGA_VERL` is set in the environment, so that child processes install the hook too. The first
+    process reports that the hook hides an installed verl.
     """
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return

@@ -96,7 +96,8 @@ class AdaptedMethod:
         (batch,) = (*args, *kwargs.values())
         start = getattr(self.method, "remote", None)
         if start is None:
-            # The object of a rollout in processes of its own has no remote methods: wait for the output.
+            # The object of a rollout in processes of its own has no remote methods: wait for the output,
+            # and return a future that has it already.
             output = self.method(self.before(batch), *self.arguments)
             future = DataProtoFuture(itemgetter(0), [output], resolve=list)
         else:
@@ -165,6 +166,7 @@ def _add_prompt_columns(prompts: DataProto, responses: DataProto) -> DataProto:
         if name.startswith(_TIMING):
             timing[name.removeprefix(_TIMING)] = seconds
     meta_info: dict[str, Any] = {"timing": timing}
+    # Greedy responses are the baselines of ReMax.
     if not prompts.meta_info.get("do_sample", True):
         meta_info[RESPONSE_COLUMNS] = list(responses.non_tensor_batch)
     columns = drop_prompt_only(prompts).non_tensor_batch

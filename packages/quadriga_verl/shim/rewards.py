@@ -72,6 +72,7 @@ class _ManagerAdapter(RewardManager):
             creation = self._make_manager({**arguments, "config": tree})
             self.manager = self._thread.submit(creation).result()
             return
+        # A manager of batches runs in the thread of its caller.
         arguments["num_examine"] = 0
         arguments["compute_score"] = score or default_compute_score
         arguments["reward_fn_key"] = config.data.reward_fn_key

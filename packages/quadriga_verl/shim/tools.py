@@ -239,7 +239,7 @@ class ConversationTool(Tool):
 
 def tool_of(spec: ToolSpec) -> BaseTool | None:
     """Return the shared object of a tool whose class is a `BaseTool`. None: it has another class."""
-    # `BaseTool.tool_spec` has made the function `make`.
+    # `BaseTool.tool_spec` has made it as `partial(ConversationTool, tool)`.
     make = spec.make
     is_verls = isinstance(make, partial) and make.func is ConversationTool
     return make.args[0] if is_verls else None
@@ -351,7 +351,9 @@ class SandboxFusionTool(BaseTool):
         Raises:
             RolloutError: the language is not Python, and there is no server.
         """
+        # The time limit is for CPU time, and for time by the clock.
         limits = ResourceLimits(timeout, timeout, self.memory_limit_mb)
+        # The program is run on one test, without input. Its output is compared with nothing.
         cases = [Case({"input": ""}, "")]
         if self.sandbox_fusion_url:
             url = self.sandbox_fusion_url
