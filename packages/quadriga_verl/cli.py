@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"notice: {notice}", file=sys.stderr)
     if options.check:
         print(to_yaml(Tree(translation.settings).to_nested()), end="")
-        _print_problems("Cannot be taken", translation.refused)
+        _print_problems("Not supported", translation.refused)
         _print_problems("Not on this machine", translation.machine)
         return 2 if translation.refused else 0
     problems = translation.refused + translation.machine

@@ -150,7 +150,7 @@ def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] |
     texts = []
     for index, token_id in enumerate(ids):
         mark = "*" if is_learned and is_learned[index] else ""
-        # `repr` shows line breaks as \\n. Its quotes are cut off.
+        # `repr` makes line breaks visible. Its quotes are cut off.
         texts.append(mark + repr(encoder.tokenizer.decode([token_id]))[1:-1])
     count = f"{len(ids)} tokens"
     if is_learned:

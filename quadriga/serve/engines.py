@@ -150,6 +150,7 @@ class Engines:
         num_calls = len(self._waiting) + sum(len(other.running) for other in open_lines)
         # Rounded up, so that the shares of all engines cover all calls.
         share = -(-num_calls // len(open_lines))
+        # An engine that has its share or more gets none, because `range` of a negative number is empty.
         num_taken = min(share - len(line.running), len(self._waiting))
         calls = [self._waiting.popleft() for _ in range(num_taken)]
         for call in calls:

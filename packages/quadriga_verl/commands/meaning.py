@@ -494,11 +494,11 @@ def set_adapter_key(line: Line, key: str, value: Any) -> None:
         return
     elif name == "target_modules":
         names = [value] if isinstance(value, str) else value
-        modules = chain.from_iterable(_MEGATRON_MODULES.get(name, (name,)) for name in names)
+        modules = chain.from_iterable(_MEGATRON_MODULES.get(module, (module,)) for module in names)
         # With empty text, the modules keep their default.
         if value:
             line.set("actor_rollout_ref.model.target_modules", list(modules))
-    # Without a rank in this section, verl reads `model.lora_rank`.
+    # A rank of 0 sets nothing, because verl then reads `model.lora_rank`.
     elif (name, value) != ("rank", 0):
         our_name = f"lora_{name}" if name in _LORA_KEYS else name
         line.set(f"actor_rollout_ref.model.{our_name}", value)

@@ -213,17 +213,17 @@ def set_distillation(line: Line) -> None:
             line.note("A teacher without model_path does not answer.", key)
     source = "distillation.enabled"
     line.set("distillation.enable", True, source)
-    sources = {name: line.get(f"{_TEACHERS}.{name}.key") for name in paths}
+    data_sources = {name: line.get(f"{_TEACHERS}.{name}.key") for name in paths}
     # A single teacher answers for all data sources.
     if len(paths) == 1:
         ((name, path),) = paths.items()
         line.set("distillation.path", path, source)
         line.note("A single teacher answers for all data sources.", f"{_TEACHERS}.{name}.key")
-    elif None in sources.values():
+    elif None in data_sources.values():
         expected = "a `key`, the data source, for each of several teachers"
         line.refuse(expected, f"Set {_TEACHERS}.NAME.key.", source)
     else:
-        teachers = {str(sources[name]): path for name, path in paths.items()}
+        teachers = {str(data_sources[name]): path for name, path in paths.items()}
         line.set("distillation.teachers", teachers, source)
 
     # Teachers have processes of their own if verl's line gives them nodes.

@@ -44,6 +44,7 @@ def read_table() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     missing = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines()[1:]:
         module, home, names = line.split("\t")
+        # Without a home, the third cell is the advice what to use instead.
         if not home:
             missing[module] = names
             continue

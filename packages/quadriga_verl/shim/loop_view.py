@@ -102,6 +102,7 @@ class AdaptedMethod:
             future = DataProtoFuture(itemgetter(0), [output], resolve=list)
         else:
             future = start(self.before(batch), *self.arguments)
+        # `get()` of the future applies `after` to the output.
         return replace(future, dispatch_fn=partial(self.after, batch))
 
 
@@ -120,6 +121,7 @@ def blocking_view(group: Any, loop: RayPPOTrainer) -> Any:
     # The group itself stays as it is, because Quadriga's own code calls its methods without waiting.
     view = copy.copy(group)
     view.methods = {name: replace(method, blocking=True) for name, method in group.methods.items()}
+    # Make the methods attributes, so that some can be replaced below.
     view = view.as_worker()
     with_chats = (*MODEL_OBJECTS, *CHAT_OBJECTS, SOLUTION_MESSAGES)
     inputs_of_method: dict[str, Callable[[DataProto], DataProto]] = {
@@ -154,6 +156,7 @@ def policy_view(loop: RayPPOTrainer, step: Callable[[], int]) -> Any:
 
     select_prompts = partial(rollout_inputs, config=loop.config)
     view.generate_sequences = AdaptedMethod(generate, select_prompts, _add_prompt_columns)
+    # The further argument of `compute_log_prob` is `with_sum_pi_squared`.
     view.compute_log_prob = replace(view.compute_log_prob, arguments=(loop.needs.sum_pi_squared,))
     view.update_actor = replace(view.update_actor, after=publish_weights)
     return view

@@ -904,7 +904,8 @@ class ToolAgentLoop(AgentLoopBase):
         services = self.server_manager.services
         name = tool_call.name
         spec = services.tools.get(name)
-        # The box gets only this tool. For an unknown one it gets all, which its response then lists.
+        # The box gets only this tool. If the tool is unknown, the box gets all tools, because its response
+        # lists them.
         specs = {name: spec} if spec else dict(services.tools)
         kwargs_by_tool = {}
         instance = None
