@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
 def unmeasured_cpu(count: int, dtype: str) -> Devices:
     """This machine's CPU, as devices whose speed has not been measured.
 
-    Speeds are 0, which `layer_times.measure_cpu` replaces.
+    Speeds are 0, which `layer_times.measure_cpu` replaces. The link is not used on a CPU.
 
     Args:
         count: number of ranks that share the cores and the memory.

@@ -239,7 +239,7 @@ def _read_sampling(
     for name, kind in _SAMPLING_KINDS.items():
         settings[name] = fields.get(name, kind, settings[name])
     # 0 selects the likeliest token, and is always allowed. Only a temperature of the client is checked:
-    # the configured one may be higher.
+    # the configured one may be higher. Without one, the least one stands in for this check.
     temperature = fields.values.get("temperature") or LEAST_TEMPERATURE
     if not LEAST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise CallError(

@@ -273,7 +273,7 @@ def _read_value(stream: BinaryIO, value_type: int) -> Any:
         for _ in range(num_items):
             _read_value(stream, item_type)
     else:
-        # Relative to the current position (1).
+        # Skip the items: 1 means from the current position.
         stream.seek(num_items * struct.calcsize(_scalar_format(item_type)), 1)
     return None
 

@@ -34,7 +34,7 @@ class Line:
         version: the version of verl.
         keys: verl's keys, with the values of the user.
         settings: the translation, by key of the configuration.
-        sources: by key of `settings`, the key of verl that it was set from.
+        sources: by key of `settings`, the key of verl that it was set from; "": several keys, or none.
         ineffective_keys: verl's keys without effect, by the reason.
         comments: by key of `settings`, the reason why its value differs from that in verl.
         config: the configuration of `settings`. None if something is refused, and for the program
@@ -47,7 +47,7 @@ class Line:
             program, after "megatron" if the line trains with Megatron.
         stop_reason: why the whole line is refused; "" if it is not.
         current_key: verl's key that is being translated, as the user wrote it. "": all keys are
-            translated, and `set`, `note` and `refuse` need their argument for verl's key.
+            translated, and `note` and `refuse` need their argument `key`.
         sentence: sentence of the row of `current_key`.
     """
 

@@ -461,7 +461,8 @@ def set_expert_key(line: Line, key: str, value: Any) -> None:
                 value = size or 1
             line.set(key, value)
         case "mode" if value in _ROUTER_REPLAY:
-            # The choice of experts that an update repeats: of old log-probs (R2) or rollout (R3).
+            # verl's key `router_replay.mode` is `router_replay` here: whose choice of experts an update
+            # repeats, that of the old log-probs (R2) or of the rollout (R3).
             line.set(section, _ROUTER_REPLAY[value])
         case "mode":
             fix = "Routes travel with the batch: there is nothing to record, or to read."

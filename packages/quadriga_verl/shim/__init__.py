@@ -141,6 +141,7 @@ class Finder(MetaPathFinder, Loader):
             return None
         if fullname not in MODULES:
             raise missing_name(fullname)
+        # Every module may have modules below it.
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

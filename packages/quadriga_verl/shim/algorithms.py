@@ -258,7 +258,7 @@ def to_verl_loss(function: AlgorithmFunction) -> AlgorithmFunction:
         for side in ("clip_ratio_low", "clip_ratio_high"):
             if shared.get(side) is None:
                 shared[side] = shared["clip_ratio"]
-        # `choose` finds a function by name, and binds its options.
+        # `choose` finds a function by name, and binds its options: none of its own ({}), all of `shared`.
         (name,) = (name for name, loss in POLICY_LOSSES.items() if loss is function)
         algorithm = POLICY_LOSSES.choose(name, {}, shared)
 
@@ -269,6 +269,7 @@ def to_verl_loss(function: AlgorithmFunction) -> AlgorithmFunction:
             "response_mask": response_mask,
             **columns,
         }
+        # Some losses read columns that are computed from the fields of a batch.
         fields |= algorithm.compute_columns(fields)
         losses, diagnostics = algorithm.function(*(fields[name] for name in algorithm.fields))
         if rollout_is_weights is not None:

@@ -379,7 +379,7 @@ def process_video(
         Frames [T, 3, H, W], uint8.
     """
     settings = dict(video) if isinstance(video, dict) else {"video": video}
-    # A number of frames is both the least and the largest number.
+    # If it is set, `nframes` is both the least and the largest number of frames.
     num_frames = settings.pop("nframes", nframes)
     options = {
         "fps": settings.pop("fps", fps) or 2.0,

@@ -66,6 +66,7 @@ class NumProcesses:
         trainer = self.config.trainer
         if trainer.backend == "local":
             return 1
+        # Roles may share a pool, which counts once.
         pools = set(role_pools(trainer, enabled_roles(self.config)).values())
         return sum(sum(trainer.processes_of(pool)) for pool in pools)
 

@@ -495,6 +495,7 @@ class AgentLoopBase(ABC):
         if self.apply_chat_template_kwargs != self.config.data.apply_chat_template_kwargs:
             encoder = TurnEncoder(self.tokenizer, dict(self.apply_chat_template_kwargs))
 
+        # `expand_images` replaces the token of each image by one for each of its embeddings.
         if not remove_system_prompt:
             ids = encoder.encode_prompt(messages, tools or ())
             if not images and prompt_images:

@@ -267,6 +267,7 @@ class NaiveRewardManager(AbstractRewardManager):
             score, details = self.response_reward(graded, length)
             for key, value in details.items():
                 columns[key].append(value)
+            # At the last token; an empty response has its reward at the first position.
             rewards[row, max(length, 1) - 1] = score
         return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
 
@@ -371,6 +372,7 @@ class SingleDAPORewardManager(SingleRewardManager):
         result = await super().run_single(data)
         kwargs = self.config.reward_model.reward_kwargs
         num_positions = data.batch["responses"].shape[1]
+        # The batch has one row, whose last columns are those of the response.
         length = int(data.batch["attention_mask"][0, -num_positions:].sum())
         buffer = kwargs.get("overlong_buffer_cfg") or {}
         penalty, columns = overlong_penalty(length, kwargs.get("max_resp_len"), buffer)
