@@ -213,6 +213,7 @@ def _known_names(header: _Header) -> dict[str, str] | None:
     model_keys = {key for key in metadata if key.startswith("llama.")}
     if model_keys != {_ROTATION_BASE, *_CONFIG_FIELDS}:
         return None
+    # None: an array, such as a size for each layer.
     if any(metadata[key] is None for key in model_keys):
         return None
 

@@ -235,7 +235,10 @@ def set_clip_ratio(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def set_loss_option(line: Line, key: str, value: Any) -> None:
-    """Set an option of a policy loss, if that loss is used."""
+    """Set an option of a policy loss, if that loss is used.
+
+    A loss that is not in `LOSSES` is the user's own. It gets only options that the user has set.
+    """
     name = key.rpartition(".")[2]
     loss = line.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     is_known_loss = loss in LOSSES

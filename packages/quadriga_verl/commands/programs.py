@@ -96,7 +96,7 @@ def share_actor_sizes(line: Line, roles: list[str]) -> None:
 def drop_engine_setting(line: Line, key: str, value: Any) -> None:
     """Drop a setting of a training engine that does not exist here."""
     engine = line.get("engine.group", line.get("engine.strategy"))
-    # verl would refuse such a key too: its own FSDP engine has not got it.
+    # verl would refuse such a key too: its own FSDP engine does not have it.
     if engine in OWN_ENGINES and key not in line.keys.default:
         line.refuse("a key of verl's FSDP engine", "Leave it out.")
     line.note(

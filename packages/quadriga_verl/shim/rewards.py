@@ -143,8 +143,8 @@ class _ManagerAdapter(RewardManager):
         got = type(rewards).__name__
         if isinstance(rewards, Tensor):
             got = f"rewards of shape {list(rewards.shape)}"
-        is_tensor = isinstance(rewards, Tensor) and rewards.shape == shape
-        if not is_tensor or not rewards.isfinite().all():
+        has_shape = isinstance(rewards, Tensor) and rewards.shape == shape
+        if not has_shape or not rewards.isfinite().all():
             raise RewardError(name, got=got, expected=f"a tensor of finite numbers, {list(shape)}")
         for key, values in columns.items():
             if len(values) != len(data):
