@@ -56,6 +56,7 @@ def print_chats(config: Config, path: Path, row: int) -> None:
     """
     data = config.data
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
+    # A run may end with an error at a bad row, or at one that is too long. Here these are left out.
     skipping_data = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
     options = {}
     model_path = config.actor_rollout_ref.model.path

@@ -132,6 +132,7 @@ class Engines:
             except Exception as error:  # raised in `generate`, where the calls are awaited
                 if not isinstance(error, QuadrigaError):
                     error = RolloutError("engine", got=f"{type(error).__name__}: {error}")
+                # As if the engine's queue were closed, so that it gets no calls until an exchange succeeds.
                 reply = QueueReply(False, [(number, error) for number in list(line.running)])
                 time.sleep(PAUSE_S)
             with self._changed:

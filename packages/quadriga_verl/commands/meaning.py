@@ -582,8 +582,8 @@ def set_overlong_penalty(line: Line, key: str, value: Any) -> None:
         return
     line.set(key, value)
     limit_key = f"{REWARD}.reward_kwargs.max_resp_len"
-    limits = ("reward.reward_kwargs.max_resp_len", limit_key, "data.max_response_length")
-    line.set(limit_key, _first_value(line, limits))
+    limit_keys = ("reward.reward_kwargs.max_resp_len", limit_key, "data.max_response_length")
+    line.set(limit_key, _first_value(line, limit_keys))
 
 
 @rule_function

@@ -550,6 +550,7 @@ class _Shell:
     def _literal_value(self, piece: str, is_quoted: bool) -> str:
         """Value of a piece that is not an expansion: a quoted part, an escape, or a character."""
         if piece.startswith("\\"):
+            # Of a continued line, both the backslash and the line break are removed.
             is_escape = not is_quoted or piece[1:] in '$`"\\\n'
             return piece[1:].strip("\n") if is_escape else piece
         if is_quoted or len(piece) == 1:

@@ -829,7 +829,7 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.TERMINATED if agent_data.interaction is None else AgentState.INTERACTING
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
-        """Call the tools, and append their responses."""
+        """Call the tools, and append their responses. Calls beyond `max_parallel_calls` are ignored."""
         calls = agent_data.tool_calls[: self.max_parallel_calls]
         kwargs = agent_data.tools_kwargs
         with simple_timer("tool_calls", agent_data.metrics):
