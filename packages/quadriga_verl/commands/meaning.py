@@ -623,7 +623,8 @@ def set_processes(line: Line) -> None:
     for role in (ACTOR, "critic"):
         _fit_sequence_parallel(line, role, num_processes)
         programs.set_shard_size(line, role, num_processes)
-    if "megatron" in line.rule_names:
+    # Only a line that trains with Megatron has rules beside those of its program.
+    if line.rule_names != line.entry.rule_names:
         programs.share_actor_sizes(line, ["critic"] if has_critic(line) else [])
     # A line that names a cluster runs on Ray, even with one process.
     if num_processes != 1 or "ray_kwargs.ray_init.address" in line.settings:
