@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
         argv: words after `quadriga verl`.
 
     Returns:
-        The exit status: 2 if `--check` or `--check-file` finds something that is not supported, that of
-        the training with `--keep-alive`, else 0.
+        The exit status: 2 if `--check` or `--check-file` finds something that is not supported (what
+        only this machine lacks does not count), that of the training with `--keep-alive`, else 0.
 
     Raises:
         ConfigError: the command line cannot be run.
@@ -67,13 +67,15 @@ def main(argv: Sequence[str]) -> int:
         print(f"notice: {notice}", file=sys.stderr)
     if options.check:
         print(to_yaml(Tree(translation.settings).to_nested()), end="")
-        _print_problems("Cannot be taken", translation.refused)
+        _print_problems("Not supported", translation.refused)
         _print_problems("Not on this machine", translation.machine)
         return 2 if translation.refused else 0
     problems = translation.refused + translation.machine
     if problems:
         raise combine_errors(problems)
+    # None: the program `model_merger`, which has only options.
     config = translation.config
+    # A process that was started by `keep_run_alive` runs the program itself.
     if options.keep_alive and not is_kept_alive():
         if translation.entry.run != "train" or config is None:
             raise ConfigError(OPTION, got=translation.entry.name, expected="a program that trains")
@@ -183,16 +185,17 @@ def _check_file(file: Path, version: str) -> int:
         ) from error
     for number, text in enumerate(texts, start=1):
         try:
-            entry = json.loads(text)
-            name = entry.get("id", number)
-            program = entry["entry"]
-            words = [str(word) for word in entry["args"]]
-            line = translate_program(program, words, version or entry.get("set", ""))
+            fields = json.loads(text)
+            name = fields.get("id", number)
+            program = fields["entry"]
+            words = [str(word) for word in fields["args"]]
+            line = translate_program(program, words, version or fields.get("set", ""))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             name = number
             problem = ConfigError(
                 f"{file}, line {number}", got=str(error), expected="JSON with entry and args"
             )
+            # The problem needs a translation, of any program: only `refused` is read below.
             keys = VerlKeys(ENTRIES[0])
             line = Line(ENTRIES[0], VERSIONS[-1], keys, refused=[problem])
         num_accepted += not line.refused

@@ -40,8 +40,8 @@ _WITHOUT_EFFECT = ("any", "note", "values", "stop")
 def translate(argv: Sequence[str]) -> int:
     """Print the translation of a command line as a YAML file.
 
-    The YAML has comments with the keys of verl that were translated, notices, and options that are
-    not keys. Problems that only this machine has are printed to standard error.
+    Comments in the YAML name the keys of verl that were translated, notices, and options that are not
+    keys. What only this machine lacks, such as a file, is printed to standard error.
 
     Args:
         argv: words after `quadriga config translate`.
@@ -114,7 +114,7 @@ def changed_keys(translation: Line) -> dict[str, Any]:
             left_out.add(key)
     # The default of a key may depend on another key. So keys are put back until the configuration
     # without the remaining ones is the same.
-    differing_keys = left_out
+    differing_keys = left_out  # for the first pass of the loop
     while differing_keys and translation.config is not None:
         changed = {key: value for key, value in ours.items() if key not in left_out}
         config, _, _ = read_settings(changed, {}, task=task, for_training=False)
@@ -212,6 +212,7 @@ def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
             expected="one",
             fix="Give its arguments after the name of the program.",
         )
+    # The only command is used whatever `--line` says. Of several, `--line` must name one.
     number = options.line if options.line in candidates else next(iter(candidates))
     if len(candidates) > 1 and number != options.line:
         raise ConfigError(
@@ -227,7 +228,7 @@ def _script_line(options: argparse.Namespace, words: list[str]) -> _CommandLine:
 
 
 def _check_words(command: Command, place: str, *, is_chosen: bool) -> None:
-    """Raise a ConfigError if words of a command are unknown, or if it may not be run by the script.
+    """Raise a ConfigError if words of a command are unknown, or if the script may skip the command.
 
     Args:
         command: the command.

@@ -68,9 +68,10 @@ def main(argv: Sequence[str]) -> int:
     if options.action == "show":
         print(show(config), end="")
         return 0
-    config, choice = with_groups(config)
-    if choice:
-        print(f"notice: {choice}", file=sys.stderr)
+    # As a run does, choose `rollout.n` if the estimator needs groups of responses.
+    config, notice = with_groups(config)
+    if notice:
+        print(f"notice: {notice}", file=sys.stderr)
     report = preflight.preflight(config, options.recorded)
     print(explain(config, report.num_prompts, report.fields), end="")
     _print_section("Models", report.models)

@@ -89,7 +89,9 @@ def inspect(config: Config, path: Path, row: int, num_rows: int) -> None:
     is_chat = data.messages_key in table.columns and data.prompt_key not in table.columns
     key = data.messages_key if is_chat else data.prompt_key
     if key not in table.columns:
-        print(f"no column {key!r}: set data.prompt_key or data.messages_key to the one to measure")
+        print(
+            f"no column {key!r}: set data.prompt_key or data.messages_key to the column to measure"
+        )
     elif not (config.actor_rollout_ref.model.path or data.tokenizer):
         lengths = []
         for rows in table.batches([key], _BATCH_ROWS):

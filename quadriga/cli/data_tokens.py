@@ -56,6 +56,7 @@ def print_chats(config: Config, path: Path, row: int) -> None:
     """
     data = config.data
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
+    # A run may end with an error at a bad row, or at one that is too long. Here these are left out.
     skipping_data = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
     options = {}
     model_path = config.actor_rollout_ref.model.path
@@ -92,6 +93,7 @@ def print_prompts(config: Config, table: RowTable, row: int, errors: list[DataEr
         cache_dir=data.cache_dir,
         num_workers=data.filter_overlong_prompts_workers,
     )
+    # `notes` has bits for facts about each prompt.
     num_with_tools = np.count_nonzero(measured["notes"] & WITH_TOOLS)
     print(f"{describe_prompts(measured)}; {num_with_tools} of them with tools")
     lengths = measured["tokens"]
@@ -149,6 +151,7 @@ def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] |
     texts = []
     for index, token_id in enumerate(ids):
         mark = "*" if is_learned and is_learned[index] else ""
+        # `repr` makes line breaks visible. Its quotes are cut off.
         texts.append(mark + repr(encoder.tokenizer.decode([token_id]))[1:-1])
     count = f"{len(ids)} tokens"
     if is_learned:

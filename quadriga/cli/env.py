@@ -89,6 +89,7 @@ def play_with_model(options: argparse.Namespace) -> int:
         record = json.loads(line)
         print(f"---- episode {number}")
         print(record["prompt"][:_MAX_SHOWN_CHARACTERS])
+        # The episode has ended before the model read the turns in `unread`.
         for turn in [*record["turns"], *record["unread"]]:
             if turn["role"] == "assistant":
                 # `text` includes special tokens, so that a reply of nothing else is visible, too.

@@ -213,6 +213,7 @@ def _print_grades(grades: "evaluate.Grades") -> None:
     for name, value in grades.metrics.items():
         line = f"{name:<{width}}  {value:.4f}"
         if name in grades.intervals:
+            # Scores of a single prompt that may be outside [0, 1] have an infinite interval.
             low, high = grades.intervals[name]
             line += f"  [{low:.4f}, {high:.4f}]" if math.isfinite(low) else "  [of one prompt]"
         best = re.search(r"/reward/best@(\d+)/mean$", name)

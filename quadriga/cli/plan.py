@@ -85,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
     if num_ranks not in (1, devices.count):
         print(f"The configuration has {num_ranks} ranks; the plan has one for each device.")
     config = on_devices(config, devices)
+    # Sizes of the models by trained role. A reference has those of the actor.
     sizes = {ACTOR: read_sizes(_config_file(model.path), model.override_config)}
     if config.algorithm.adv_estimator == "gae":
         path = config.critic.model.path
@@ -112,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
 def unmeasured_cpu(count: int, dtype: str) -> Devices:
     """This machine's CPU, as devices whose speed has not been measured.
 
-    Speeds are 0, which `layer_times.measure_cpu` replaces.
+    Speeds are 0, which `layer_times.measure_cpu` replaces. The link is not used on a CPU.
 
     Args:
         count: number of ranks that share the cores and the memory.

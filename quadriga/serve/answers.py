@@ -63,7 +63,7 @@ def generate_body(
     Args:
         call: the call.
         completion: completion of the call.
-        log_probs: result of `sampled_log_probs`.
+        log_probs: log-probability of each token; None: not known.
     """
     choice: JsonObject = {
         "index": 0,
@@ -87,7 +87,7 @@ def chat_body(
     Args:
         call: the call.
         completion: completion of the call.
-        log_probs: result of `sampled_log_probs`.
+        log_probs: log-probability of each token; None: not known.
         policy: the served policy.
     """
     with policy.lock:

@@ -48,7 +48,7 @@ _NUM_TIMED = 10_000
 Reader: TypeAlias = Callable[[Any, ServedPolicy], Call]
 """Reads the body of a call, which is decoded JSON."""
 LogProbs: TypeAlias = list[float] | None
-"""Result of `sampled_log_probs`."""
+"""Log-probability of each token of a completion, by `sampled_log_probs`. None: not known."""
 Writer: TypeAlias = Callable[[Call, Completion, LogProbs], JsonObject]
 """Makes the body of an answer."""
 Result = TypeVar("Result")
@@ -410,8 +410,7 @@ class PolicyApp:
             call: the checked body of the call.
             ask: number and seed of the call.
             completion: completion of the call.
-            log_probs: result of `sampled_log_probs`: log-probabilities under the distribution after the
-                filters. None: the engine does not report them.
+            log_probs: log-probability of each token after temperature and filters. None: not known.
 
         Raises:
             CallError: the file cannot be written.

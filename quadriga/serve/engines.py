@@ -132,6 +132,7 @@ class Engines:
             except Exception as error:  # raised in `generate`, where the calls are awaited
                 if not isinstance(error, QuadrigaError):
                     error = RolloutError("engine", got=f"{type(error).__name__}: {error}")
+                # As if the engine's queue were closed, so that it gets no calls until an exchange succeeds.
                 reply = QueueReply(False, [(number, error) for number in list(line.running)])
                 time.sleep(PAUSE_S)
             with self._changed:
@@ -150,6 +151,7 @@ class Engines:
         num_calls = len(self._waiting) + sum(len(other.running) for other in open_lines)
         # Rounded up, so that the shares of all engines cover all calls.
         share = -(-num_calls // len(open_lines))
+        # An engine that has its share or more gets none, because `range` of a negative number is empty.
         num_taken = min(share - len(line.running), len(self._waiting))
         calls = [self._waiting.popleft() for _ in range(num_taken)]
         for call in calls:

@@ -199,6 +199,7 @@ def _convert_tool_call(fields: Fields, names: dict[str, str], policy: ServedPoli
     arguments = function.values.get("arguments", "{}")
     if isinstance(arguments, str):
         arguments = read_json(arguments or "{}", function.where("arguments"))
+    # `Fields` refuses arguments that are no object.
     arguments = Fields(arguments, function.where("arguments")).values
     # The template writes the arguments as text, so special tokens in them are escaped as in messages.
     escaped = policy.encoder.escape_text(json.dumps(dict(arguments), ensure_ascii=False))
@@ -238,7 +239,8 @@ def _read_tools(fields: Fields) -> list[JsonObject]:
                 got=f"the type {format_value(parameters.values['type'])}",
                 expected="a JSON schema of type 'object'",
             )
-        # Parsers read the schema of each property, and the alternatives in `anyOf`.
+        # Parsers read the schema of each property, and the alternatives in `anyOf`. All must be objects,
+        # which `Fields` checks.
         properties = parameters.get("properties", "an object", {})
         for name, schema in properties.items():
             schema_fields = Fields(schema, parameters.where(f"properties.{name}"))

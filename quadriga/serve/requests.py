@@ -111,11 +111,11 @@ def generate_call(body: Any, policy: ServedPolicy) -> Call:
     sampling.refuse(_UNSUPPORTED)
     # In vLLM's API, this is the number of likeliest tokens to report beside the sampled one. The server
     # reports only the sampled one.
-    log_probs = sampling.get("logprobs", "an integer", None)
-    if log_probs not in (None, 0, 1):
+    num_log_probs = sampling.get("logprobs", "an integer", None)
+    if num_log_probs not in (None, 0, 1):
         raise CallError(
             sampling.where("logprobs"),
-            got=str(log_probs),
+            got=str(num_log_probs),
             expected="0 or 1",
             fix="Only the sampled token's log-probability is known.",
         )
@@ -123,7 +123,7 @@ def generate_call(body: Any, policy: ServedPolicy) -> Call:
         prompt,
         _read_sampling(sampling, ("max_tokens",), len(prompt), policy),
         has_seed=sampling.values.get("seed") is not None,
-        with_log_probs=log_probs is not None,
+        with_log_probs=num_log_probs is not None,
     )
 
 
@@ -239,7 +239,7 @@ def _read_sampling(
     for name, kind in _SAMPLING_KINDS.items():
         settings[name] = fields.get(name, kind, settings[name])
     # 0 selects the likeliest token, and is always allowed. Only a temperature of the client is checked:
-    # the configured one may be higher.
+    # the configured one may be higher. Without one, the least one stands in for this check.
     temperature = fields.values.get("temperature") or LEAST_TEMPERATURE
     if not LEAST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise CallError(

@@ -213,6 +213,7 @@ def _known_names(header: _Header) -> dict[str, str] | None:
     model_keys = {key for key in metadata if key.startswith("llama.")}
     if model_keys != {_ROTATION_BASE, *_CONFIG_FIELDS}:
         return None
+    # None: an array, such as a size for each layer.
     if any(metadata[key] is None for key in model_keys):
         return None
 
@@ -273,6 +274,7 @@ def _read_value(stream: BinaryIO, value_type: int) -> Any:
         for _ in range(num_items):
             _read_value(stream, item_type)
     else:
+        # Skip the items: 1 means from the current position.
         stream.seek(num_items * struct.calcsize(_scalar_format(item_type)), 1)
     return None
 

@@ -60,8 +60,8 @@ def _problem(number: int) -> Problem:
     The number is read as three digits: the place of the first number among 90, of the second one
     among the remaining 89, and of the third one among the remaining 88.
     """
-    number, first_place = divmod(number, _COUNT)
-    third_place, second_place = divmod(number, _COUNT - 1)
+    quotient, first_place = divmod(number, _COUNT)
+    third_place, second_place = divmod(quotient, _COUNT - 1)
     # Each chosen number is removed, so that all three are different.
     remaining = list(range(_LOW, _LOW + _COUNT))
     first = remaining.pop(first_place)

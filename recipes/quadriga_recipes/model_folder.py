@@ -109,7 +109,7 @@ def is_prepared(folder: Path, source: str) -> bool:
 
     Args:
         folder: the folder.
-        source: result of `_describe_source` for the source.
+        source: text that `_describe_source` returns for the source, such as "hub:NAME".
     """
     manifest = folder / MANIFEST
     if not manifest.is_file():

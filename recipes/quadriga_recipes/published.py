@@ -377,6 +377,7 @@ def _convert_hh_rlhf(row: SourceRow, where: str, folder: Path) -> ChatPair | Non
             return None
         turns = zip(roles, contents, strict=True)
         chats.append([{"role": role, "content": content} for role, content in turns])
+    # The last message of each chat is the response. Those before it are the prompt.
     (*prompt, chosen), (*other_prompt, rejected) = chats
     if prompt != other_prompt or chosen == rejected:
         return None

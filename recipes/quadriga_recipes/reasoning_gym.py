@@ -104,7 +104,7 @@ def _require_enough(where: str, option: str, num_rows: int, num_generated: int) 
             got=f"{num_generated} rows for {option} {num_rows}",
             expected="enough different questions,"
             " none of them both for training and for validation",
-            fix=f"This task has few different ones: lower {option}.",
+            fix=f"Lower {option}: this task has few different questions.",
         )
 
 
@@ -122,6 +122,7 @@ def encode_metadata(entry: Mapping[str, Any], score: Any) -> str:
     plain = json.dumps(entry["metadata"], default=str)
     answer = entry["answer"]
     decoded_entry = {**entry, "metadata": json.loads(plain)}
+    # Without an answer there is no score to compare.
     if answer is None:
         return plain
     if score(answer=answer, entry=decoded_entry) == score(answer=answer, entry=entry):

@@ -25,7 +25,8 @@ class Entry:
         rule_names: the rows of rules.tsv for any of these names apply to the program. The first
             name also selects its functions in `meaning.FINISH`.
         task: the task whose keys the translation has: "rl" or "sft".
-        run: what runs in its place, a key of `cli.RUNS`. A training run is also checked.
+        run: what runs in its place, a key of `cli.RUNS`. For "train", a translation also makes the
+            checks of a training run.
         refused: for a program that cannot be run, the reason and the alternative; else "".
         notice: for a program that another one replaces, the difference; else "".
     """

@@ -52,7 +52,7 @@ class Word(NamedTuple):
 
 
 def parse_word(argument: str) -> Word:
-    """Parse `key=value` by Hydra's rules.
+    """Parse `key=value`, with or without a sign in front, or `~key`, by Hydra's rules.
 
     Raises:
         ConfigError: the word has another form, or its value cannot be parsed.
@@ -290,6 +290,7 @@ class Tree:
         try:
             return self.resolve(target, above)
         except KeyError:
+            # `oc.select:KEY` without DEFAULT is null if there is no such key.
             if is_function:
                 return parse_value(default, key) if has_default else None
             raise ConfigError(
@@ -371,6 +372,7 @@ def read_config(path: Path, base: dict[str, Values], problems: list[ConfigError]
     if "_self_" not in entries:
         entries = [*entries, "_self_"]
 
+    # Folders of Python packages (`pkg://`), such as verl's own, are not searched.
     folders = [path.parent]
     for folder in (content.get("hydra") or {}).get("searchpath") or []:
         if not str(folder).startswith("pkg://"):
@@ -411,16 +413,17 @@ def _entry_settings(
     group, _, package = group.partition("@")
     stem = str(name).removesuffix(".yaml")
     section = package or group.replace("/", ".")
+    # Hydra's package `_global_` is the root.
     prefix = f"{section}." if section and section != "_global_" else ""
     for folder in folders:
         file = folder / group / f"{stem}.yaml"
         if file.is_file():
             values = read_config(file, base, problems).values
             return {f"{prefix}{key}": value for key, value in values.items()}
+    # Files of verl are not read: their settings are in defaults.tsv.
     if not group and stem in base:
         return base[stem]
     if group and package:
-        # A file of verl: its settings are in the program's defaults.
         return {key: value for key, value in base[""].items() if key.startswith(prefix)}
     # `GROUP: null` selects no file.
     if stem not in ("null", "None"):

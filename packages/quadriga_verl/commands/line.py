@@ -34,19 +34,20 @@ class Line:
         version: the version of verl.
         keys: verl's keys, with the values of the user.
         settings: the translation, by key of the configuration.
-        sources: by key of `settings`, the key of verl that it was set from.
+        sources: by key of `settings`, the key of verl that it was set from; "": several keys, or none.
         ineffective_keys: verl's keys without effect, by the reason.
         comments: by key of `settings`, the reason why its value differs from that in verl.
-        config: the configuration of `settings`. None if something is refused.
+        config: the configuration of `settings`. None if something is refused, and for the program
+            `model_merger`, which has only `options`.
         notices: sentences for the user.
         refused: problems with the line.
         machine: problems with this machine: files, models, packages or devices that it lacks.
         options: arguments, which are not keys, of the command that runs.
         rule_names: the rows of rules.tsv for any of these names apply. They are those of the
             program, after "megatron" if the line trains with Megatron.
-        stopped: reason why the whole line is refused; "" if it is not.
+        stop_reason: why the whole line is refused; "" if it is not.
         current_key: verl's key that is being translated, as the user wrote it. "": all keys are
-            translated, and `set`, `note` and `refuse` need their argument for verl's key.
+            translated, and `note` and `refuse` need their argument `key`.
         sentence: sentence of the row of `current_key`.
     """
 
@@ -63,7 +64,7 @@ class Line:
     machine: list[ConfigError] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     rule_names: tuple[str, ...] = ()
-    stopped: str = ""
+    stop_reason: str = ""
     current_key: str = ""
     sentence: str = ""
 
@@ -122,7 +123,8 @@ class Line:
             return
 
         leaf = leaf_of(key, self.entry.task)
-        # Hydra reads text such as `2024` as a number.
+        # Hydra reads text such as `2024` as a number. `leaf.kind` describes the values of a key, such as
+        # "text" or "a number or null".
         if is_number(value) and leaf is not None and leaf.is_text and "number" not in leaf.kind:
             value = str(value)
         is_null_allowed = leaf is None or leaf.kind.endswith("null")
@@ -184,10 +186,11 @@ class Line:
             self.note()
         elif rule.becomes == "stop":
             # Only the first reason is reported.
-            if not self.stopped and not is_among(value, rule.argument):
-                self.stopped = rule.sentence
+            if not self.stop_reason and not is_among(value, rule.argument):
+                self.stop_reason = rule.sentence
         elif self.keys.is_changed(self.current_key) and not is_among(value, rule.argument):
-            # The row lists the accepted values. An empty one means that the key may be left out.
+            # The row lists the accepted values, of which the message names the first. An empty one means
+            # that the key may be left out.
             named_values = [item for item in rule.argument if item not in (None, "", [], {})]
             self.refuse(as_text(named_values[0]) if named_values else "the key left out")
 
@@ -212,8 +215,8 @@ class Line:
     def take_over(self, key: str, value: Any) -> None:
         """Set a key that exists here under the same name.
 
-        Keys that exist only in verl are ignored if the user has not changed them, else refused. So
-        are unknown keys of the user, unless a data set of the user may read them.
+        A key that exists only in verl is refused if the user has changed it, and ignored otherwise. A key
+        of the user that exists nowhere is refused, unless a data set of the user may read it.
         """
         key = spell_key(key, self.entry.task)
         section, _, name = key.rpartition(".")

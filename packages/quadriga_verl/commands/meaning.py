@@ -235,7 +235,10 @@ def set_clip_ratio(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def set_loss_option(line: Line, key: str, value: Any) -> None:
-    """Set an option of a policy loss, if that loss is used."""
+    """Set an option of a policy loss, if that loss is used.
+
+    A loss that is not in `LOSSES` is the user's own. It gets only options that the user has set.
+    """
     name = key.rpartition(".")[2]
     loss = line.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     is_known_loss = loss in LOSSES
@@ -247,7 +250,7 @@ def set_loss_option(line: Line, key: str, value: Any) -> None:
 
 @rule_function
 def set_loss_agg_mode(line: Line, key: str, value: Any) -> None:
-    """Set how the loss is averaged. Some losses of verl ignore the key."""
+    """Set how the loss is averaged. Some losses of verl always use `seq-mean-token-mean`."""
     loss = line.get(f"{ACTOR}.policy_loss.loss_mode")
     # `VERSIONS` has none between 0.8 and 0.10.
     is_before_0_9 = VERSIONS.index(line.version) < VERSIONS.index("0.10.0")
@@ -351,6 +354,7 @@ def set_schedule_key(line: Line, key: str, value: Any) -> None:
     elif name == "lr_decay_steps":
         line.set(f"{section}.total_training_steps", value)
     else:
+        # Megatron's `min_lr` is a rate; ours is a share of the highest rate.
         highest_rate = line.get(f"{section}.lr")
         if is_number(value) and is_number(highest_rate) and highest_rate > 0:
             line.set(f"{section}.min_lr_ratio", value / highest_rate)
@@ -399,15 +403,15 @@ def set_strategy(line: Line, key: str, value: Any) -> None:
 def set_engine_size(line: Line, key: str, value: Any) -> None:
     """Set a parallel size of a role from the section of a training engine that does not exist here.
 
-    Other keys of such sections, and sizes of 1, have no effect.
+    Sizes of 1, sizes of roles that are not trained, and other keys of such sections have no effect.
     """
     role = _trained_role(key)
     name = key.rpartition(".")[2]
     is_size = isinstance(value, int) and value > 1
     if role in key and is_size and line.keys.is_changed(line.current_key):
-        for size, other_names in _SIZES.items():
+        for our_name, other_names in _SIZES.items():
             if name in other_names:
-                line.set(f"{role}.{size}", value)
+                line.set(f"{role}.{our_name}", value)
                 return
     line.note()
 
@@ -418,6 +422,7 @@ def set_compute_dtype(line: Line, key: str, value: Any) -> None:
     if not line.is_users_key:
         return
     if value in _COMPUTE_FLOATS:
+        # The key is `ROLE.dtype` or a key of `ROLE.fsdp_config`.
         role = key.partition(".fsdp_config")[0].removesuffix(".dtype")
         line.set(f"{role}.fsdp_config.model_dtype", _COMPUTE_FLOATS[value])
     elif value is not None:
@@ -492,11 +497,11 @@ def set_adapter_key(line: Line, key: str, value: Any) -> None:
         return
     elif name == "target_modules":
         names = [value] if isinstance(value, str) else value
-        modules = chain.from_iterable(_MEGATRON_MODULES.get(name, (name,)) for name in names)
+        modules = chain.from_iterable(_MEGATRON_MODULES.get(module, (module,)) for module in names)
         # With empty text, the modules keep their default.
         if value:
             line.set("actor_rollout_ref.model.target_modules", list(modules))
-    # Without a rank in this section, verl reads `model.lora_rank`.
+    # A rank of 0 sets nothing, because verl then reads `model.lora_rank`.
     elif (name, value) != ("rank", 0):
         our_name = f"lora_{name}" if name in _LORA_KEYS else name
         line.set(f"actor_rollout_ref.model.{our_name}", value)
@@ -577,8 +582,8 @@ def set_overlong_penalty(line: Line, key: str, value: Any) -> None:
         return
     line.set(key, value)
     limit_key = f"{REWARD}.reward_kwargs.max_resp_len"
-    limits = ("reward.reward_kwargs.max_resp_len", limit_key, "data.max_response_length")
-    line.set(limit_key, _first_value(line, limits))
+    limit_keys = ("reward.reward_kwargs.max_resp_len", limit_key, "data.max_response_length")
+    line.set(limit_key, _first_value(line, limit_keys))
 
 
 @rule_function
@@ -618,7 +623,7 @@ def set_processes(line: Line) -> None:
     for role in (ACTOR, "critic"):
         _fit_sequence_parallel(line, role, num_processes)
         programs.set_shard_size(line, role, num_processes)
-    # Only a line that trains with Megatron has further rules.
+    # Only a line that trains with Megatron has rules beside those of its program.
     if line.rule_names != line.entry.rule_names:
         programs.share_actor_sizes(line, ["critic"] if has_critic(line) else [])
     # A line that names a cluster runs on Ray, even with one process.

@@ -96,7 +96,7 @@ def share_actor_sizes(line: Line, roles: list[str]) -> None:
 def drop_engine_setting(line: Line, key: str, value: Any) -> None:
     """Drop a setting of a training engine that does not exist here."""
     engine = line.get("engine.group", line.get("engine.strategy"))
-    # verl would refuse such a key too: its own FSDP engine has not got it.
+    # verl would refuse such a key too: its own FSDP engine does not have it.
     if engine in OWN_ENGINES and key not in line.keys.default:
         line.refuse("a key of verl's FSDP engine", "Leave it out.")
     line.note(
@@ -213,17 +213,17 @@ def set_distillation(line: Line) -> None:
             line.note("A teacher without model_path does not answer.", key)
     source = "distillation.enabled"
     line.set("distillation.enable", True, source)
-    sources = {name: line.get(f"{_TEACHERS}.{name}.key") for name in paths}
+    data_sources = {name: line.get(f"{_TEACHERS}.{name}.key") for name in paths}
     # A single teacher answers for all data sources.
     if len(paths) == 1:
         ((name, path),) = paths.items()
         line.set("distillation.path", path, source)
         line.note("A single teacher answers for all data sources.", f"{_TEACHERS}.{name}.key")
-    elif None in sources.values():
+    elif None in data_sources.values():
         expected = "a `key`, the data source, for each of several teachers"
         line.refuse(expected, f"Set {_TEACHERS}.NAME.key.", source)
     else:
-        teachers = {str(sources[name]): path for name, path in paths.items()}
+        teachers = {str(data_sources[name]): path for name, path in paths.items()}
         line.set("distillation.teachers", teachers, source)
 
     # Teachers have processes of their own if verl's line gives them nodes.
@@ -326,6 +326,7 @@ def set_async_key(line: Line, key: str, value: Any) -> None:
         case "require_batches":
             line.set("data.train_batch_size", step_size)
         case "total_rollout_steps" if value:
+            # verl's number counts the prompts of the whole run.
             line.set("trainer.total_training_steps", max(1, value // step_size))
         case "use_rollout_log_probs" if value and not line.get(f"{_ASYNC}.compute_prox_log_prob"):
             line.set("algorithm.rollout_correction.bypass_mode", True)
@@ -377,8 +378,8 @@ def set_trainer_mode(line: Line) -> None:
     line.set(f"{_ASYNC}.max_staleness", line.get(threshold_key, 8), threshold_key)
     strategy_key = f"{_V1}.sampler.max_off_policy_strategy"
     strategy = line.get(strategy_key, "drop")
-    # Dropped groups would be replaced by new ones, and so are groups that a filter takes out. With a
-    # filter, the step waits for the groups that it has begun instead.
+    # `drop` cannot be combined with a filter of groups, because both fill a batch with other groups.
+    # With a filter, the step waits for the groups that were started for it.
     if line.settings.get("algorithm.filter_groups.enable"):
         strategy = "wait"
     line.set(f"{_ASYNC}.on_stale", strategy, strategy_key)
@@ -460,7 +461,8 @@ def set_expert_key(line: Line, key: str, value: Any) -> None:
                 value = size or 1
             line.set(key, value)
         case "mode" if value in _ROUTER_REPLAY:
-            # The choice of experts that an update repeats: of old log-probs (R2) or rollout (R3).
+            # verl's key `router_replay.mode` is `router_replay` here: whose choice of experts an update
+            # repeats, that of the old log-probs (R2) or of the rollout (R3).
             line.set(section, _ROUTER_REPLAY[value])
         case "mode":
             fix = "Routes travel with the batch: there is nothing to record, or to read."

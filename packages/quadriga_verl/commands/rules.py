@@ -66,8 +66,8 @@ def rules_of(names: tuple[str, ...]) -> tuple[Rule, ...]:
         The rows, in the order of the file.
     """
     rules = []
-    for trees, pattern, becomes, sentence in read_rows("rules.tsv"):
-        if trees != "*" and set(names).isdisjoint(trees.split(",")):
+    for row_names, pattern, becomes, sentence in read_rows("rules.tsv"):
+        if row_names != "*" and set(names).isdisjoint(row_names.split(",")):
             continue
         # In a pattern, `*` and names in angle brackets are special; all else stands for itself.
         text = re.escape(pattern).replace(r"\*", "(.*)")

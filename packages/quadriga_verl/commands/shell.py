@@ -133,7 +133,9 @@ class _Statement:
 
 
 def _piece_end(text: str, start: int) -> int:
-    """Find the position after a piece of a word: a quoted part, an expansion, or one character.
+    """Find the position after a piece of a word: a quoted part, an expansion, or a character.
+
+    A backslash and the character after it are one piece.
 
     Raises:
         IndexError, ValueError: a quote or a bracket is not closed.
@@ -238,6 +240,7 @@ def _read_word(text: str, start: int) -> tuple[Any, int]:
         where = f"line {text.count(chr(10), 0, start) + 1}"
         got = "a quote or bracket without its end"
         raise ConfigError(where, got=got, expected="a closing one") from error
+    # The elements may be on several lines, between comments: they are split like commands.
     elements = []
     for part in _split_statements(text[end + 1 : array_end - 1]):
         elements += part.words
@@ -254,14 +257,15 @@ class _ShellBlock:
     Attributes:
         is_run: whether the commands of the current branch are run. None: not known.
         is_done: whether this or an earlier branch is run, so that no later one is. None: not known.
-        subject: the word between `case` and `in`, as a list of at most one.
+        subject: the word between `case` and `in`, as a list of at most one; empty if the block is not
+            a `case`.
         patterns: patterns of the next branch of `case` that were read so far. None: its branch has
             begun, or the block is not a `case`.
     """
 
     is_run: Trilean
     is_done: Trilean
-    subject: Any = ""
+    subject: Sequence[Any] = ()
     patterns: list[Any] | None = None
 
     def begin_branch(self, is_chosen: Trilean) -> None:
@@ -468,7 +472,9 @@ class _Shell:
                 gap = _GAP
                 fields = chain.from_iterable(map(self._expand_to_words, word.elements))
                 value = gap.join(_QUOTED + part for part in fields)
-            self._variables[name] = self._variable_value(name) + gap + value if appends else value
+            if appends:
+                value = self._variable_value(name) + gap + value
+            self._variables[name] = value
         except _Unknown as unknown:
             self._variables[name] = self._environment.get(name, unknown)
             if name in self._environment:
@@ -544,6 +550,7 @@ class _Shell:
     def _literal_value(self, piece: str, is_quoted: bool) -> str:
         """Value of a piece that is not an expansion: a quoted part, an escape, or a character."""
         if piece.startswith("\\"):
+            # Of a continued line, both the backslash and the line break are removed.
             is_escape = not is_quoted or piece[1:] in '$`"\\\n'
             return piece[1:].strip("\n") if is_escape else piece
         if is_quoted or len(piece) == 1:
@@ -597,7 +604,7 @@ class _Shell:
                     return _OPERATORS[type(sign)](evaluate(left), evaluate(right))
             raise SyntaxError
 
-        # In arithmetic, variables are written without `$`.
+        # In arithmetic, variables may be written without `$`: write them as `${NAME}`.
         filled = re.sub(rf"(?<!\$)(?<!\{{)\b{_NAME}\b", r"${\g<0>}", inner)
         try:
             expression = ast.parse(self._expand_to_text(filled).strip(), mode="eval")

@@ -62,9 +62,9 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
     else:
         line = compose(entry, words, version)
         _translate_keys(line)
-        if line.stopped:
+        if line.stop_reason:
             # One key makes the whole run impossible: problems of other keys would only distract.
-            problem = ConfigError(entry.name, fix=line.stopped)
+            problem = ConfigError(entry.name, fix=line.stop_reason)
             return Line(entry, version, VerlKeys(entry), refused=[problem])
         if not line.refused:
             _note_redundant_keys(line, words)
@@ -212,7 +212,13 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
 
 
 def _apply_word(line: Line, word: Word, problems: list[ConfigError]) -> None:
-    """Apply a word of the command line to the tree, and note which keys are the user's."""
+    """Apply a word of the command line to the tree, and note which keys are the user's.
+
+    Args:
+        line: the line.
+        word: the word.
+        problems: list to which a problem is added if the word removes a key that does not exist.
+    """
     key = word.key
     tree = line.keys.tree
     chooses_file = key in GROUPS and isinstance(word.value, str) and tree.keys_below(key)
@@ -254,7 +260,8 @@ def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
     base = {name: verl_defaults(tree, line.version) for name, tree in CONFIG_FILES.items()}
     base[""] = line.keys.default
     for key, value in read_config(file, base, problems).values.items():
-        # Keys of verl's own files that the user's file includes are not the user's.
+        # The user's file may include files of verl, whose values the tree has already. Their keys do not
+        # count as the user's.
         if line.keys.tree.values.get(key, MISSING) != value:
             line.keys.tree.put(key, value)
             line.keys.from_user.add(key)

@@ -36,14 +36,15 @@ def read_table() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """Read table.tsv.
 
     Returns:
-        modules: for each module of verl, parent packages included: the place `module:attribute` of
-            what a name stands for, by the name.
+        modules: names by module of verl; parent packages are modules too. Each name has the place of the
+            object that it stands for, such as "quadriga.protocol:DataProto".
         missing: what to use instead of a module or name that does not exist here, by dotted name.
     """
     modules = {}
     missing = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines()[1:]:
         module, home, names = line.split("\t")
+        # Without a home, the third cell is the advice what to use instead.
         if not home:
             missing[module] = names
             continue
@@ -140,6 +141,7 @@ class Finder(MetaPathFinder, Loader):
             return None
         if fullname not in MODULES:
             raise missing_name(fullname)
+        # Every module may have modules below it.
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -154,7 +156,8 @@ class Finder(MetaPathFinder, Loader):
 def install() -> None:
     """Install the import hook, unless it is installed.
 
-    It is set in the environment, by which child processes install it too.
+    `QUADRIGA_VERL` is set in the environment, so that child processes install the hook too. The first
+    process reports that the hook hides an installed verl.
     """
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return

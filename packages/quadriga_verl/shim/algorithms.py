@@ -174,7 +174,7 @@ def _read_metrics(results: Sequence[Any], name: str) -> Iterator[tuple[str, floa
 
 
 def _with_signature(
-    adapted: AlgorithmFunction,
+    adapter: AlgorithmFunction,
     function: AlgorithmFunction,
     fields: Sequence[str],
     options: Mapping[str, Any],
@@ -182,7 +182,7 @@ def _with_signature(
     """Give an adapter the name of the user's function, and a signature that registries can read.
 
     Args:
-        adapted: the adapter, which takes any fields.
+        adapter: the adapter, which takes any fields.
         function: the user's function. Its attribute `quadriga_form` becomes the adapter, so that a
             configuration may also name the function as `file.py:function`.
         fields: positional parameters of the signature.
@@ -194,11 +194,11 @@ def _with_signature(
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in fields]
     for name, default in options.items():
         parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
-    adapted.__signature__ = signature(adapted).replace(parameters=parameters)
+    adapter.__signature__ = signature(adapter).replace(parameters=parameters)
     for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
-        setattr(adapted, attribute, getattr(function, attribute, None))
-    function.quadriga_form = adapted
-    return adapted
+        setattr(adapter, attribute, getattr(function, attribute, None))
+    function.quadriga_form = adapter
+    return adapter
 
 
 # ---- functions here with verl's interface -------------------------------------------------------
@@ -224,7 +224,7 @@ def to_verl_estimator(estimator: AlgorithmFunction) -> AlgorithmFunction:
                     arguments[name] = value
         return compute(**arguments)
 
-    # `compute_advantage` of a trainer reads from the signature which columns to pass.
+    # `compute_advantage` in trainer.py reads from the signature which columns to pass.
     config_parameter = Parameter("config", Parameter.KEYWORD_ONLY, default=None)
     all_parameters = [*parameters.values(), config_parameter]
     compute_advantage.__signature__ = signature(compute_advantage).replace(
@@ -250,7 +250,7 @@ def to_verl_loss(function: AlgorithmFunction) -> AlgorithmFunction:
         rollout_is_weights: Tensor | None = None,
         **columns: Tensor,
     ) -> tuple[Any, ...]:
-        # Options may be in the section `actor`, in `policy_loss` of it, or in `options` of that.
+        # Options may be in the section `actor`, in its `policy_loss`, or in `policy_loss.options`.
         settings: dict[str, Any] = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, **dict(config or {})}
         policy = dict(settings.get("policy_loss") or {})
         shared = {**policy, **(policy.get("options") or {}), **settings}
@@ -258,7 +258,7 @@ def to_verl_loss(function: AlgorithmFunction) -> AlgorithmFunction:
         for side in ("clip_ratio_low", "clip_ratio_high"):
             if shared.get(side) is None:
                 shared[side] = shared["clip_ratio"]
-        # `choose` finds a function by name, and binds its options.
+        # `choose` finds a function by name, and binds its options: none of its own ({}), all of `shared`.
         (name,) = (name for name, loss in POLICY_LOSSES.items() if loss is function)
         algorithm = POLICY_LOSSES.choose(name, {}, shared)
 
@@ -269,6 +269,7 @@ def to_verl_loss(function: AlgorithmFunction) -> AlgorithmFunction:
             "response_mask": response_mask,
             **columns,
         }
+        # Some losses read columns that are computed from the fields of a batch.
         fields |= algorithm.compute_columns(fields)
         losses, diagnostics = algorithm.function(*(fields[name] for name in algorithm.fields))
         if rollout_is_weights is not None:

@@ -105,7 +105,10 @@ class RLHFDataset(Dataset):
         self._read_files_and_tokenize()
 
     def _download(self, use_origin_parquet: bool = False) -> None:
-        """Refuse files that are not local. With `use_origin_parquet`, use the original paths again.
+        """verl's hook for downloads. Here files must be local, and nothing is downloaded.
+
+        Args:
+            use_origin_parquet: whether to set `data_files` to the original paths again.
 
         Raises:
             DataError: a path is one of HDFS.
@@ -163,7 +166,10 @@ class RLHFDataset(Dataset):
         return as_messages(example[name], where=f"column {name!r}")
 
     def _chat_of_row(self, row: Row) -> list[Row]:
-        """Chat of a row by `_build_messages`, which a subclass may override. Changes `row`."""
+        """Chat of a row by `_build_messages`, which a subclass may override.
+
+        Null fields of the messages are removed from `row` itself.
+        """
         # In a table, each message has the fields of all messages; those that it lacks are null.
         drop_null_fields(row, [self.prompt_key])
         # An override may take the row alone.
@@ -373,6 +379,7 @@ def process_video(
         Frames [T, 3, H, W], uint8.
     """
     settings = dict(video) if isinstance(video, dict) else {"video": video}
+    # If it is set, `nframes` is both the least and the largest number of frames.
     num_frames = settings.pop("nframes", nframes)
     options = {
         "fps": settings.pop("fps", fps) or 2.0,
@@ -436,7 +443,10 @@ def get_rope_index(
 def hf_tokenizer(
     name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
 ) -> Any:
-    """Load a tokenizer, which always gets a pad token; see `load_tokenizer`."""
+    """Load a tokenizer, which always gets a pad token; see `load_tokenizer`.
+
+    Arguments that `load_tokenizer` does not have are ignored.
+    """
     return load_tokenizer(name_or_path, **accepted_arguments(load_tokenizer, kwargs))
 
 
@@ -446,10 +456,10 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
 
 
 def copy_to_local(src: str, cache_dir: str | None = None, *options: Any, **named: Any) -> str:
-    """Return a local path, or the name of a model, unchanged. In verl, files of HDFS are downloaded.
+    """Return a local path, or the name of a model, unchanged. The other arguments are ignored.
 
     Raises:
-        DataError: it is a path of HDFS.
+        DataError: it is a path of HDFS, which verl would download.
     """
     path = str(src)
     if path.startswith("hdfs://"):

@@ -66,6 +66,7 @@ class NumProcesses:
         trainer = self.config.trainer
         if trainer.backend == "local":
             return 1
+        # Roles may share a pool, which counts once.
         pools = set(role_pools(trainer, enabled_roles(self.config)).values())
         return sum(sum(trainer.processes_of(pool)) for pool in pools)
 
@@ -96,11 +97,13 @@ class AdaptedMethod:
         (batch,) = (*args, *kwargs.values())
         start = getattr(self.method, "remote", None)
         if start is None:
-            # The object of a rollout in processes of its own has no remote methods: wait for the output.
+            # The object of a rollout in processes of its own has no remote methods: wait for the output,
+            # and return a future that has it already.
             output = self.method(self.before(batch), *self.arguments)
             future = DataProtoFuture(itemgetter(0), [output], resolve=list)
         else:
             future = start(self.before(batch), *self.arguments)
+        # `get()` of the future applies `after` to the output.
         return replace(future, dispatch_fn=partial(self.after, batch))
 
 
@@ -119,6 +122,7 @@ def blocking_view(group: Any, loop: RayPPOTrainer) -> Any:
     # The group itself stays as it is, because Quadriga's own code calls its methods without waiting.
     view = copy.copy(group)
     view.methods = {name: replace(method, blocking=True) for name, method in group.methods.items()}
+    # Make the methods attributes, so that some can be replaced below.
     view = view.as_worker()
     with_chats = (*MODEL_OBJECTS, *CHAT_OBJECTS, SOLUTION_MESSAGES)
     inputs_of_method: dict[str, Callable[[DataProto], DataProto]] = {
@@ -153,6 +157,7 @@ def policy_view(loop: RayPPOTrainer, step: Callable[[], int]) -> Any:
 
     select_prompts = partial(rollout_inputs, config=loop.config)
     view.generate_sequences = AdaptedMethod(generate, select_prompts, _add_prompt_columns)
+    # The further argument of `compute_log_prob` is `with_sum_pi_squared`.
     view.compute_log_prob = replace(view.compute_log_prob, arguments=(loop.needs.sum_pi_squared,))
     view.update_actor = replace(view.update_actor, after=publish_weights)
     return view
@@ -165,6 +170,7 @@ def _add_prompt_columns(prompts: DataProto, responses: DataProto) -> DataProto:
         if name.startswith(_TIMING):
             timing[name.removeprefix(_TIMING)] = seconds
     meta_info: dict[str, Any] = {"timing": timing}
+    # Greedy responses are the baselines of ReMax.
     if not prompts.meta_info.get("do_sample", True):
         meta_info[RESPONSE_COLUMNS] = list(responses.non_tensor_batch)
     columns = drop_prompt_only(prompts).non_tensor_batch

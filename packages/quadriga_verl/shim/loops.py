@@ -110,7 +110,7 @@ class AsyncLLMServerManager:
         services: objects that agent loops share.
         token_ids: all tokens that the engine has generated, over all turns.
         log_probs: log-probabilities of `token_ids`.
-        last: token ids of the prompt and the response of the last call.
+        last_tokens: token ids of the prompt and the response of the last call.
     """
 
     def __init__(self, chat: Conversation, services: Services) -> None:
@@ -118,7 +118,7 @@ class AsyncLLMServerManager:
         self.services = services
         self.token_ids: TokenIds = []
         self.log_probs: list[float] = []
-        self.last: TokenIds = []
+        self.last_tokens: TokenIds = []
 
     async def generate(self, request_id: str, **arguments: Any) -> Any:
         """Call `complete`. Before verl 0.6, return only the token ids of the response."""
@@ -172,7 +172,7 @@ class AsyncLLMServerManager:
             if name in changes:
                 changes[name] = tuple(changes[name])
         completion = await self.chat.complete(prompt_ids, images, max_tokens=max_tokens, **changes)
-        self.last = [*prompt_ids, *completion.token_ids]
+        self.last_tokens = [*prompt_ids, *completion.token_ids]
         self.token_ids += completion.token_ids
         self.log_probs += completion.log_probs
         is_aborted = completion.finish_reason == "abort"
@@ -183,7 +183,7 @@ class AsyncLLMServerManager:
         )
 
     def _rendered_images(self, prompt_ids: TokenIds, media: Mapping[str, Any]) -> Any:
-        """Images in a prompt that `apply_chat_template` has rendered. None: it has none.
+        """Images in a prompt that `apply_chat_template` has rendered. None: the prompt has no images.
 
         Args:
             prompt_ids: the tokens of the prompt.
@@ -249,7 +249,7 @@ class _AdaptedLoop(AgentLoop):
         self.arguments = arguments
 
     async def run(self, chat: Conversation) -> None:
-        """Run a new object of `loop_class`, and write the tokens that it returns to the conversation.
+        """Run a new object of `loop_class`, and store the tokens of its output in the conversation.
 
         Raises:
             RolloutError: the sample has no messages, or see `_write_tokens`.
@@ -318,9 +318,9 @@ class _AdaptedLoop(AgentLoop):
 def _write_tokens(
     output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Conversation
 ) -> None:
-    """Write the tokens that a loop returned to the conversation. The response is cut to its limit.
+    """Store the output of a loop in the conversation: tokens, and rewards of turns and tools.
 
-    The score, if the loop returned one, and the rewards of turns and tools are written too.
+    The response is cut to its limit. The score of the output, if it has one, is stored too.
 
     Args:
         output: result of the loop.
@@ -495,6 +495,7 @@ class AgentLoopBase(ABC):
         if self.apply_chat_template_kwargs != self.config.data.apply_chat_template_kwargs:
             encoder = TurnEncoder(self.tokenizer, dict(self.apply_chat_template_kwargs))
 
+        # `expand_images` replaces the token of each image by one for each of its embeddings.
         if not remove_system_prompt:
             ids = encoder.encode_prompt(messages, tools or ())
             if not images and prompt_images:
@@ -510,7 +511,9 @@ class AgentLoopBase(ABC):
         escaped_messages, inline_images = encoder.escape_messages(complete_messages)
         ids = encoder.encode_turn(escaped_messages, server.token_ids)
         images = images or [image for image in inline_images if image is not None]
-        return chat.expand_images(server.last, ids, images, server.token_ids) if images else ids
+        if not images:
+            return ids
+        return chat.expand_images(server.last_tokens, ids, images, server.token_ids)
 
     @abstractmethod
     async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput:
@@ -744,7 +747,7 @@ class ToolAgentLoop(AgentLoopBase):
                         state = await self._handle_processing_tools_state(data)
                     case AgentState.INTERACTING:
                         state = await self._handle_interacting_state(data)
-                    case _:
+                    case _:  # TERMINATED
                         break
         # `prompt_ids` has grown by the tokens of the response, for which there is a mask.
         num_prompt_tokens = len(data.prompt_ids) - len(data.response_mask)
@@ -754,7 +757,7 @@ class ToolAgentLoop(AgentLoopBase):
             response_ids=response_ids[: self.response_length],
             response_mask=data.response_mask[: self.response_length],
             response_logprobs=data.response_logprobs[: self.response_length] or None,
-            num_turns=data.user_turns + data.assistant_turns + 1,
+            num_turns=data.user_turns + data.assistant_turns + 1,  # the prompt is a turn, too
             metrics=data.metrics,
             extra_fields={
                 **data.extra_fields,
@@ -826,7 +829,7 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.TERMINATED if agent_data.interaction is None else AgentState.INTERACTING
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
-        """Call the tools, and append their responses."""
+        """Call the tools, and append their responses. Calls beyond `max_parallel_calls` are ignored."""
         calls = agent_data.tool_calls[: self.max_parallel_calls]
         kwargs = agent_data.tools_kwargs
         with simple_timer("tool_calls", agent_data.metrics):
@@ -902,7 +905,8 @@ class ToolAgentLoop(AgentLoopBase):
         services = self.server_manager.services
         name = tool_call.name
         spec = services.tools.get(name)
-        # The box gets only this tool. For an unknown one it gets all, which its response then lists.
+        # The box gets only this tool. If the tool is unknown, the box gets all tools, because its response
+        # lists them.
         specs = {name: spec} if spec else dict(services.tools)
         kwargs_by_tool = {}
         instance = None

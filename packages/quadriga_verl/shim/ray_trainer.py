@@ -308,7 +308,7 @@ class RayPPOTrainer:
 def _manager_factory(reward_fn: Any) -> Callable[[], RewardManager] | None:
     """Return a function that returns the user's reward manager, adapted if it has verl's interface.
 
-    None: the configured reward manager is used.
+    If there is none (`reward_fn` is None), return None: the configured manager is used.
     """
     if reward_fn is None:
         return None

@@ -72,6 +72,7 @@ class _ManagerAdapter(RewardManager):
             creation = self._make_manager({**arguments, "config": tree})
             self.manager = self._thread.submit(creation).result()
             return
+        # A manager of batches runs in the thread of its caller.
         arguments["num_examine"] = 0
         arguments["compute_score"] = score or default_compute_score
         arguments["reward_fn_key"] = config.data.reward_fn_key
@@ -142,8 +143,8 @@ class _ManagerAdapter(RewardManager):
         got = type(rewards).__name__
         if isinstance(rewards, Tensor):
             got = f"rewards of shape {list(rewards.shape)}"
-        is_tensor = isinstance(rewards, Tensor) and rewards.shape == shape
-        if not is_tensor or not rewards.isfinite().all():
+        has_shape = isinstance(rewards, Tensor) and rewards.shape == shape
+        if not has_shape or not rewards.isfinite().all():
             raise RewardError(name, got=got, expected=f"a tensor of finite numbers, {list(shape)}")
         for key, values in columns.items():
             if len(values) != len(data):
@@ -266,6 +267,7 @@ class NaiveRewardManager(AbstractRewardManager):
             score, details = self.response_reward(graded, length)
             for key, value in details.items():
                 columns[key].append(value)
+            # At the last token; an empty response has its reward at the first position.
             rewards[row, max(length, 1) - 1] = score
         return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
 
@@ -370,6 +372,7 @@ class SingleDAPORewardManager(SingleRewardManager):
         result = await super().run_single(data)
         kwargs = self.config.reward_model.reward_kwargs
         num_positions = data.batch["responses"].shape[1]
+        # The batch has one row, whose last columns are those of the response.
         length = int(data.batch["attention_mask"][0, -num_positions:].sum())
         buffer = kwargs.get("overlong_buffer_cfg") or {}
         penalty, columns = overlong_penalty(length, kwargs.get("max_resp_len"), buffer)

@@ -124,7 +124,7 @@ def math_verify_compute_score(
 
 
 def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
-    """Whether two answers mean the same."""
+    """Whether two answers mean the same; None is the same only as None. `verbose` is ignored."""
     if str1 is None or str2 is None:
         return str1 is str2
     return str1.strip() == str2.strip() or math_compute_score(f"\\boxed{{{str1}}}", str2) == 1.0

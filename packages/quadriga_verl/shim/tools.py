@@ -239,7 +239,7 @@ class ConversationTool(Tool):
 
 def tool_of(spec: ToolSpec) -> BaseTool | None:
     """Return the shared object of a tool whose class is a `BaseTool`. None: it has another class."""
-    # `BaseTool.tool_spec` has made the function `make`.
+    # `BaseTool.tool_spec` has made it as `partial(ConversationTool, tool)`.
     make = spec.make
     is_verls = isinstance(make, partial) and make.func is ConversationTool
     return make.args[0] if is_verls else None
@@ -252,13 +252,13 @@ def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
 
 
 class Gsm8kTool(BaseTool):
-    """Tool that grades answers to GSM8K. A call whose answer is no better than before costs 0.05."""
+    """Tool that grades answers to GSM8K. A call costs 0.05 unless its answer is better than the last one."""
 
     def __init__(
         self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         super().__init__(config, tool_schema)
-        # By instance: the last answer, the ground truth, and the best score of an answer so far.
+        # By instance: the last answer, the score of the last answer, and the ground truth.
         self._states: dict[str, JsonObject] = {}
 
     async def create(
@@ -266,7 +266,7 @@ class Gsm8kTool(BaseTool):
     ) -> Any:
         instance_id = instance_id or str(uuid4())
         truth = ground_truth or (kwargs.get("create_kwargs") or {}).get("ground_truth")
-        self._states[instance_id] = {"answer": "", "ground_truth": truth, "best": 0.0}
+        self._states[instance_id] = {"answer": "", "score": 0.0, "ground_truth": truth}
         return instance_id, ToolResponse()
 
     async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Any) -> Any:
@@ -274,8 +274,8 @@ class Gsm8kTool(BaseTool):
         answer = str(parameters.get("answer", ""))
         state["answer"] = f"#### {answer.removeprefix('#### ')}"
         reward = await self.calc_reward(instance_id)
-        call_reward = 0.0 if reward > state["best"] else -0.05
-        state["best"] = reward
+        call_reward = 0.0 if reward > state["score"] else -0.05
+        state["score"] = reward
         return ToolResponse(text=f"The answer {answer!r} scores {reward}"), call_reward, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
@@ -351,7 +351,9 @@ class SandboxFusionTool(BaseTool):
         Raises:
             RolloutError: the language is not Python, and there is no server.
         """
+        # The time limit is for CPU time, and for time by the clock.
         limits = ResourceLimits(timeout, timeout, self.memory_limit_mb)
+        # The program is run on one test, without input. Its output is compared with nothing.
         cases = [Case({"input": ""}, "")]
         if self.sandbox_fusion_url:
             url = self.sandbox_fusion_url

@@ -117,6 +117,7 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tens
     """
     extra = {}
     if isinstance(reward_fn, RewardManager):
+        # Responses of agent loops may have been graded already, each as soon as it was complete.
         outcomes = data.non_tensor_batch.pop("reward_outcome", None)
         output = reward_fn.begin(data, outcomes).result()
         rewards = output.scores
@@ -233,6 +234,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
     # `performance_metrics` needs the time of a step. If the caller has not given one, 1 stands in for
     # it, and is left out of the result below.
     metrics = performance_metrics(batch, {"step": 1.0, **timing_raw}, {})
+    # Names are such as `timing_s/PHASE` and `timing_per_token_ms/PHASE`.
     names = [name for name in metrics if name.startswith("timing")]
     return {name: metrics[name] for name in names if name.split("/")[1] in timing_raw}
 
