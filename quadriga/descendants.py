@@ -48,6 +48,7 @@ _POLL_S = 1.0
 # Age up to which a file of shared memory counts as new; longer than the time between two records.
 _NEW_FILE_AGE_S = 3.0
 _FOLDER_PREFIX = "quadriga-folder-"
+# Environment variable with the marks of the guardians of a process: "1f0c...,77ab...,".
 _MARKS_VARIABLE = "QUADRIGA_GUARDED_BY"
 # Added to a guardian's import path: it runs with `-S`, so that Python does not find an editable
 # installation by itself.
@@ -72,6 +73,7 @@ def supervise(lifeline_fd: int) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     remove_stale_folders()
     group = _create_control_group(supervisor)
+    # Signals wake the supervisor: Python writes a byte to `note_fd`, which arrives at `wake_fd`.
     wake_fd, note_fd = os.pipe()
     child = os.fork()
     if child:
@@ -367,6 +369,7 @@ class _Guarded:
             remaining = pids if with_late_programs else pids - late_pids
             if not remaining:
                 break
+            # Late programs are spared, unless this call waits for them and their time is over.
             victims = pids
             if not with_late_programs or time.monotonic() < late_until:
                 victims = pids - late_pids
@@ -460,7 +463,10 @@ def _read_proc_file(pid: int, name: str) -> bytes:
 
 
 def stat_of(pid: int) -> list[bytes]:
-    """Fields of /proc/PID/stat, beginning with the state; only `X` if there is no such process."""
+    """Fields of /proc/PID/stat from the state and the parent's id on.
+
+    Only the state `X` if there is no such process.
+    """
     # The file begins with the id and the name. The name is in parentheses, and may contain some.
     return _read_proc_file(pid, "stat").rpartition(b")")[2].split() or [b"X"]
 

@@ -90,7 +90,7 @@ class HTTPClient:
         common = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
         self.headers = {**common, **(self.headers or {})}
         # Use the certificates of the machine, which may include a private authority. By default,
-        # httpx2 uses those of a package.
+        # httpx2 uses those of a package. Without https, none are needed.
         verify = ssl.create_default_context() if parts.scheme == "https" else False
         # With `trust_env` httpx2 reads the proxies from environment variables.
         trusts_env = self.use_proxies and not is_loopback(self.url)
@@ -329,7 +329,8 @@ def proxy_route(url: str) -> str:
     variable = next((name for name in names if os.environ.get(name)), "")
     if not variable:
         return ""
-    # The value may have a user and a password, which must not be shown.
+    # The value may have a user and a password, which must not be shown:
+    # "http://user:password@proxy:3128/" becomes "proxy:3128".
     _, _, without_password = os.environ[variable].rpartition("@")
     host_and_port = without_password.rpartition("//")[2].partition("/")[0]
     return f"{variable} ({host_and_port})"

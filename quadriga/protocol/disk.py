@@ -326,9 +326,9 @@ class _Writer:
         if kind is bytes:
             self._add(name, value)
             return {"$bytes": name}
-        # An image with a palette is refused, because its bytes do not include the palette. Objects
-        # of PIL without the attribute are no images; for them the default `self` is not None.
-        if kind.__module__.startswith("PIL.") and getattr(value, "palette", self) is None:
+        # An image with a palette is refused, because its bytes do not include the palette. So are
+        # objects of PIL that are no images, and have no attribute `palette`.
+        if kind.__module__.startswith("PIL.") and getattr(value, "palette", "absent") is None:
             self._add(name, value.tobytes())
             return {"$image": [name, value.mode, list(value.size), self._encode(value.info)]}
         raise self._refusal(f"an object of the class {kind.__module__}.{kind.__qualname__}")

@@ -74,11 +74,8 @@ def map_rows(
     return DataProto(batch, arrays, dict(data.meta_info))
 
 
-def check_batch(batch: TensorDict) -> int:
-    """Check that a batch has one batch dimension and only dense columns.
-
-    Returns:
-        The number of rows.
+def checked_num_rows(batch: TensorDict) -> int:
+    """Number of rows of a batch, which must have one batch dimension and only dense columns.
 
     Raises:
         ProtocolError: the batch does not have exactly one batch dimension, or a column is no dense
@@ -189,7 +186,7 @@ class DataProto:
         # The number of rows is that of the batch; without a batch, that of the first array.
         num_rows = None
         if self.batch is not None:
-            num_rows = check_batch(self.batch)
+            num_rows = checked_num_rows(self.batch)
         for key, array in self.non_tensor_batch.items():
             where = f"DataProto.non_tensor_batch[{key!r}]"
             if not isinstance(array, np.ndarray):
@@ -380,7 +377,11 @@ class DataProto:
         )
 
     def _row_numbers(self, idxs: RowIndex) -> torch.Tensor:
-        """Convert an index to row numbers from 0 on, int64 on the CPU."""
+        """Convert an index to row numbers from 0 on, int64 on the CPU.
+
+        Raises:
+            ProtocolError: as for `select_idxs`.
+        """
         num_rows = len(self)
         if isinstance(idxs, torch.Tensor):
             rows = idxs.detach().cpu()

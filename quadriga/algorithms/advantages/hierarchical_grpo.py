@@ -57,9 +57,9 @@ def hierarchical_grpo(
     rollouts = list(range(len(scores)) if rollout_id is None else rollout_id)
     # Agents without a role are named "0", "1", ..., which YAML reads as numbers.
     names_within_rollout = {str(name) for name in episode_agents}
-    # `peers` names the peers of each row. `attempts` names what counts once among them: for an
-    # agent that is compared within a rollout each row, for another agent each rollout. The tuples
-    # keep names of rollouts apart from row numbers.
+    # Rows with equal entries in `peers` are compared with one another. Those of them with equal
+    # entries in `attempts` count as one: no two rows of an agent that is compared within a rollout,
+    # and all rows of a rollout for another agent. ("rollout", name) never equals a row number.
     peers = []
     attempts = []
     for row, (group, name) in enumerate(zip(uid, agent, strict=True)):
