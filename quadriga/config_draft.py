@@ -390,8 +390,9 @@ class ConfigDraft:
         Args:
             num_rows: number of training rows; 0 if unknown.
         """
-        # Loaded again, because `self.config` lacks arguments that were set since, such as the
-        # estimator, on which the size of a group depends.
+        # `with_groups` chooses `rollout.n` if the estimator compares responses. The configuration is
+        # loaded again, because `self.config` lacks arguments that were set since, such as the
+        # estimator.
         config, notice = with_groups(self._load_config().config)
         trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))

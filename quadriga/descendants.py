@@ -72,7 +72,7 @@ def supervise(lifeline_fd: int) -> None:
     driver = os.getppid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     remove_stale_folders()
-    group = _create_control_group(supervisor)
+    control_group = _create_control_group(supervisor)
     # Signals wake the supervisor: Python writes a byte to `note_fd`, which arrives at `wake_fd`.
     wake_fd, note_fd = os.pipe()
     child = os.fork()
@@ -90,8 +90,9 @@ def supervise(lifeline_fd: int) -> None:
         # The highest score: killed first when memory runs out.
         Path("/proc/self/oom_score_adj").write_bytes(b"1000")
     with suppress(OSError):
-        if group is not None:
-            (group / "cgroup.procs").write_bytes(b"0")  # 0 stands for the process that writes
+        if control_group is not None:
+            # 0 stands for the process that writes.
+            (control_group / "cgroup.procs").write_bytes(b"0")
 
 
 def descendants(root: int) -> list[int]:

@@ -57,9 +57,9 @@ def hierarchical_grpo(
     rollouts = list(range(len(scores)) if rollout_id is None else rollout_id)
     # Agents without a role are named "0", "1", ..., which YAML reads as numbers.
     names_within_rollout = {str(name) for name in episode_agents}
-    # Rows with equal entries in `peers` are compared with one another. Those of them with equal
-    # entries in `attempts` count as one: no two rows of an agent that is compared within a rollout,
-    # and all rows of a rollout for another agent. ("rollout", name) never equals a row number.
+    # Rows with equal entries in `peers` are compared with one another. Of these, rows with equal
+    # entries in `attempts` count once in the mean. For an agent that is compared within a rollout,
+    # each row has another entry, its number. For other agents, the rows of a rollout share an entry.
     peers = []
     attempts = []
     for row, (group, name) in enumerate(zip(uid, agent, strict=True)):
