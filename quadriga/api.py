@@ -380,6 +380,9 @@ class Run:
         """Table of metrics with a row for each step and a column for each metric.
 
         Row 0 has the validation before the first step.
+
+        Raises:
+            DataError: the run has no `metrics.jsonl`.
         """
         file = self.directory / METRICS_FILE
         if not file.is_file():
@@ -464,7 +467,11 @@ class Run:
 
     @property
     def model_folder(self) -> Path:
-        """Hugging Face folder of the model with the last weights."""
+        """Hugging Face folder of the model with the last weights.
+
+        Raises:
+            CheckpointError: the run did not come to its last step.
+        """
         folder = self.directory / MODEL_FOLDER
         if not folder.is_dir():
             command = f"quadriga export {shlex.quote(str(self.directory))} --output FOLDER"
@@ -477,7 +484,12 @@ class Run:
         return folder
 
     def resume(self, steps: int) -> "Run":
-        """Continue from the newest checkpoint to step `steps`, counted from the run's beginning."""
+        """Continue from the newest checkpoint to step `steps`, counted from the run's beginning.
+
+        Raises:
+            CheckpointError: the run has no checkpoint.
+            ConfigError: the newest checkpoint is of a later step than `steps`.
+        """
         newest_step = Checkpoints(self.directory).newest()
         if newest_step is None:
             raise CheckpointError(

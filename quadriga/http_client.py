@@ -144,6 +144,9 @@ class HTTPClient:
 
         If the task is cancelled, the connection is closed, by which the server knows that nobody
         waits for its reply.
+
+        Raises:
+            ServerLostError, QuadrigaError: as for `call`.
         """
         import httpx2
 
@@ -219,7 +222,11 @@ class HTTPClient:
         raise TimeoutError(f"{self.where}: no reply within {timeout_s:g} s; {failure}")
 
     async def _read_text(self, reply: "httpx2.Response") -> str:
-        """Read the body of a reply, and refuse one that is too large or has another encoding."""
+        """Read the body of a reply, and refuse one that is too large or has another encoding.
+
+        Raises:
+            QuadrigaError: the reply is refused. Its class is `error` of the client.
+        """
         encoding = reply.headers.get("Content-Encoding", "")
         if encoding.lower() not in _ENCODINGS:
             raise self.error(

@@ -538,6 +538,10 @@ def _check_signature(function: AlgorithmFunction, where: str) -> None:
     """Raise a ConfigError for parameters that could be either fields or options.
 
     These are `*args`, `**kwargs`, and positional parameters with a default.
+
+    Args:
+        function: an algorithm.
+        where: the key or name to show in the error.
     """
     for parameter in signature(function).parameters.values():
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):

@@ -487,7 +487,11 @@ class Picture:
         return path
 
     def _save_png(self, path: Path) -> None:
-        """Draw the curves with matplotlib."""
+        """Draw the curves with matplotlib.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
         try:
             figure_class = import_module("matplotlib.figure").Figure
         except ImportError as error:
