@@ -50,8 +50,8 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
     if requested == "float16" and device.type != "cpu":
         # Every accelerator multiplies float16; only a CPU may be slow at it.
         return Choice(torch.float16, "float16: asked for")
-    units = FP16_CPU_FLAGS if requested == "float16" else BF16_CPU_FLAGS
-    is_fast, reason = _multiplies_16_bits(device, units)
+    cpu_flags = FP16_CPU_FLAGS if requested == "float16" else BF16_CPU_FLAGS
+    is_fast, reason = _multiplies_16_bits(device, cpu_flags)
     if requested == "auto":
         if is_fast:
             return Choice(torch.bfloat16, f"bfloat16: {reason}")
