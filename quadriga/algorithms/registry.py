@@ -211,7 +211,7 @@ class Registry(dict[str, AlgorithmFunction]):
             where = f"{self.key} {key!r}"
             _check_signature(function, where)
             # A module that runs twice registers new function objects under the same names. So full
-            # names are compared, not objects. If the key is free, they are equal.
+            # names are compared, not objects. If the key is free, the function counts as the old one.
             new_name = _full_name(function)
             old_name = _full_name(self.get(key, function))
             if new_name != old_name:

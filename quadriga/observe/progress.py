@@ -528,9 +528,9 @@ class NotebookCell:
         self.update(initial, total, {})
 
     def update(self, step: int, total: int, fields: Fields) -> None:
-        """Show that `step` of `total` steps are done, the fields of the last one, and its curve.
+        """Show that `step` of `total` steps are done, with the fields of the last one and a curve.
 
-        The curve gets a point for the first field, which is the reward or the loss.
+        The curve is that of the first field, which is the reward or the loss.
         """
         # The text of a field may have spaces between thousands.
         for label, value in list(fields.items())[:1]:

@@ -59,7 +59,7 @@ def hierarchical_grpo(
     names_within_rollout = {str(name) for name in episode_agents}
     # Rows with equal entries in `peers` are compared with one another. Of these, rows with equal
     # entries in `attempts` count once in the mean. For an agent that is compared within a rollout,
-    # each row has another entry, its number. For other agents, the rows of a rollout share an entry.
+    # each row has a different entry: its number. For others, the rows of a rollout share an entry.
     peers = []
     attempts = []
     for row, (group, name) in enumerate(zip(uid, agent, strict=True)):
