@@ -102,8 +102,8 @@ class RecordedSteps:
         if last >= self._first_step:
             file = self._path.with_name(f".{backend}_run_id")
             print(
-                f"{backend} has the run up to step {last}: steps from {self._first_step} on are not recorded"
-                f" a second time. Without {file} they go to a new run there."
+                f"{backend} has the run up to step {last}: steps from {self._first_step} on are not"
+                f" recorded a second time. Without {file} they go to a new run there."
             )
 
     def has(self, kind: str, step: int) -> bool:
