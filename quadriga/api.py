@@ -43,7 +43,7 @@ from quadriga.observe.records import STEP, VALIDATION, RecordFolder, table_for_p
 from quadriga.observe.stopping import Interrupted, quiet_interrupt
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
 from quadriga.redact import remove_hidden
-from quadriga.trainer import evaluate as frozen
+from quadriga.trainer import evaluate as evaluation
 from quadriga.trainer import launch
 from quadriga.trainer.checkpoint import Checkpoints, model_folder
 from quadriga.trainer.loop import MODEL_FOLDER, TrainingLoop, TrainingStep
@@ -93,7 +93,7 @@ class TrainerSettings(Settings, total=False):
 
 
 def _with_settings(**defaults: Any) -> Callable[[_Function], _Function]:
-    """Decorator: list all settings in the signature of a function whose last one is `**settings`.
+    """Decorator: list all settings in the signature of a function that takes `**settings`.
 
     Only `help` and tab completion read this signature; calls of the function do not change.
 
@@ -380,6 +380,9 @@ class Run:
         """Table of metrics with a row for each step and a column for each metric.
 
         Row 0 has the validation before the first step.
+
+        Raises:
+            DataError: the run has no `metrics.jsonl`.
         """
         file = self.directory / METRICS_FILE
         if not file.is_file():
@@ -464,7 +467,11 @@ class Run:
 
     @property
     def model_folder(self) -> Path:
-        """Hugging Face folder of the model with the last weights."""
+        """Hugging Face folder of the model with the last weights.
+
+        Raises:
+            CheckpointError: the run did not come to its last step.
+        """
         folder = self.directory / MODEL_FOLDER
         if not folder.is_dir():
             command = f"quadriga export {shlex.quote(str(self.directory))} --output FOLDER"
@@ -477,7 +484,12 @@ class Run:
         return folder
 
     def resume(self, steps: int) -> "Run":
-        """Continue from the newest checkpoint to step `steps`, counted from the run's beginning."""
+        """Continue from the newest checkpoint to step `steps`, counted from the run's beginning.
+
+        Raises:
+            CheckpointError: the run has no checkpoint.
+            ConfigError: the newest checkpoint is of a later step than `steps`.
+        """
         newest_step = Checkpoints(self.directory).newest()
         if newest_step is None:
             raise CheckpointError(
@@ -672,7 +684,7 @@ def generate(
         if isinstance(prompt, str):
             prompt = [*system_messages, {"role": "user", "content": prompt}]
         chats.append(prompt)
-    return frozen.answer(resolved, chats, images)
+    return evaluation.answer(resolved, chats, images)
 
 
 @quiet_interrupt()
@@ -709,7 +721,7 @@ def evaluate(
         draft.set_reward(reward)
         draft.set_rows("data.val_files", data)
         try:
-            grades = frozen.evaluate(draft.load())
+            grades = evaluation.evaluate(draft.load())
         except QuadrigaError as error:
             raise name_sources(error, draft.sources) from error.__cause__
     # A row for the first response to each prompt, by the prompt's uid.
@@ -748,6 +760,9 @@ def _frozen_defaults(run: Run) -> dict[str, Any]:
     Returns:
         All sections, but no secrets, and neither `rollout.n` nor `trainer.validation_data_dir`,
         which are about the training. {} if the run is of a supervised task.
+
+    Raises:
+        ConfigError: the configuration file of the run cannot be read.
     """
     # Whether the configuration is in memory already: given to `Run`, or read before.
     if "config" in vars(run):

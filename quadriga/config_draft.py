@@ -228,14 +228,14 @@ class ConfigDraft:
         Raises:
             DataError: there are no rows, one of them is not a dictionary, or a column is missing.
         """
-        name = key.rpartition(".")[2]
+        name = key.rpartition(".")[2]  # "train_files" or "val_files"
         source = rows
         if rows is None:
             source = getattr(self.config.data, name)
             if not source:
                 return 0
         entries = source if isinstance(source, list) else [source]
-        # The name of the caller's argument, for errors.
+        # The name of the caller's argument, for errors. `evaluate` calls its validation rows `data`.
         label = "eval_data" if name == "val_files" and not self.is_frozen else "data"
         if entries and all(isinstance(entry, str | Path) for entry in entries):
             if len(entries) == 1:
@@ -355,11 +355,12 @@ class ConfigDraft:
             "reward_model": {"style": "rule", "ground_truth": row.get("ground_truth")},
             **row,
         }
-        truth = complete["reward_model"]
-        # A missing truth is left out rather than NaN, so that graders which need one report it.
-        if isinstance(truth, Mapping) and _is_missing(truth.get("ground_truth")):
+        reward_model = complete["reward_model"]
+        # A missing ground truth is left out rather than NaN, so that graders which need it report
+        # that.
+        if isinstance(reward_model, Mapping) and _is_missing(reward_model.get("ground_truth")):
             complete["reward_model"] = {
-                key: value for key, value in truth.items() if key != "ground_truth"
+                key: value for key, value in reward_model.items() if key != "ground_truth"
             }
         if self.reward is None:
             return complete
@@ -389,8 +390,9 @@ class ConfigDraft:
         Args:
             num_rows: number of training rows; 0 if unknown.
         """
-        # Loaded again, because `self.config` lacks arguments that were set since, such as the
-        # estimator, on which the size of a group depends.
+        # `with_groups` chooses `rollout.n` if the estimator compares responses. The configuration is
+        # loaded again, because `self.config` lacks arguments that were set since, such as the
+        # estimator.
         config, notice = with_groups(self._load_config().config)
         trainer = config.trainer
         self.values["trainer.logger"] = list(dict.fromkeys([*trainer.loggers, "jsonl"]))

@@ -48,6 +48,7 @@ _POLL_S = 1.0
 # Age up to which a file of shared memory counts as new; longer than the time between two records.
 _NEW_FILE_AGE_S = 3.0
 _FOLDER_PREFIX = "quadriga-folder-"
+# Environment variable with the marks of the guardians of a process: "1f0c...,77ab...,".
 _MARKS_VARIABLE = "QUADRIGA_GUARDED_BY"
 # Added to a guardian's import path: it runs with `-S`, so that Python does not find an editable
 # installation by itself.
@@ -71,7 +72,8 @@ def supervise(lifeline_fd: int) -> None:
     driver = os.getppid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     remove_stale_folders()
-    group = _create_control_group(supervisor)
+    control_group = _create_control_group(supervisor)
+    # Signals wake the supervisor: Python writes a byte to `note_fd`, which arrives at `wake_fd`.
     wake_fd, note_fd = os.pipe()
     child = os.fork()
     if child:
@@ -88,8 +90,9 @@ def supervise(lifeline_fd: int) -> None:
         # The highest score: killed first when memory runs out.
         Path("/proc/self/oom_score_adj").write_bytes(b"1000")
     with suppress(OSError):
-        if group is not None:
-            (group / "cgroup.procs").write_bytes(b"0")  # 0 stands for the process that writes
+        if control_group is not None:
+            # 0 stands for the process that writes.
+            (control_group / "cgroup.procs").write_bytes(b"0")
 
 
 def descendants(root: int) -> list[int]:
@@ -367,6 +370,7 @@ class _Guarded:
             remaining = pids if with_late_programs else pids - late_pids
             if not remaining:
                 break
+            # Late programs are spared, unless this call waits for them and their time is over.
             victims = pids
             if not with_late_programs or time.monotonic() < late_until:
                 victims = pids - late_pids
@@ -460,7 +464,10 @@ def _read_proc_file(pid: int, name: str) -> bytes:
 
 
 def stat_of(pid: int) -> list[bytes]:
-    """Fields of /proc/PID/stat, beginning with the state; only `X` if there is no such process."""
+    """Fields of /proc/PID/stat from the state and the parent's id on.
+
+    Only the state `X` if there is no such process.
+    """
     # The file begins with the id and the name. The name is in parentheses, and may contain some.
     return _read_proc_file(pid, "stat").rpartition(b")")[2].split() or [b"X"]
 

@@ -90,7 +90,7 @@ class HTTPClient:
         common = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
         self.headers = {**common, **(self.headers or {})}
         # Use the certificates of the machine, which may include a private authority. By default,
-        # httpx2 uses those of a package.
+        # httpx2 uses those of a package. Without https, none are needed.
         verify = ssl.create_default_context() if parts.scheme == "https" else False
         # With `trust_env` httpx2 reads the proxies from environment variables.
         trusts_env = self.use_proxies and not is_loopback(self.url)
@@ -144,6 +144,9 @@ class HTTPClient:
 
         If the task is cancelled, the connection is closed, by which the server knows that nobody
         waits for its reply.
+
+        Raises:
+            ServerLostError, QuadrigaError: as for `call`.
         """
         import httpx2
 
@@ -219,7 +222,11 @@ class HTTPClient:
         raise TimeoutError(f"{self.where}: no reply within {timeout_s:g} s; {failure}")
 
     async def _read_text(self, reply: "httpx2.Response") -> str:
-        """Read the body of a reply, and refuse one that is too large or has another encoding."""
+        """Read the body of a reply, and refuse one that is too large or has another encoding.
+
+        Raises:
+            QuadrigaError: the reply is refused. Its class is `error` of the client.
+        """
         encoding = reply.headers.get("Content-Encoding", "")
         if encoding.lower() not in _ENCODINGS:
             raise self.error(
@@ -329,7 +336,8 @@ def proxy_route(url: str) -> str:
     variable = next((name for name in names if os.environ.get(name)), "")
     if not variable:
         return ""
-    # The value may have a user and a password, which must not be shown.
+    # The value may have a user and a password, which must not be shown:
+    # "http://user:password@proxy:3128/" becomes "proxy:3128".
     _, _, without_password = os.environ[variable].rpartition("@")
     host_and_port = without_password.rpartition("//")[2].partition("/")[0]
     return f"{variable} ({host_and_port})"

@@ -81,7 +81,7 @@ def part_of(total: int, parts: int, number: int) -> tuple[int, int]:
     Returns:
         Start and size. The last parts may be smaller than the others, or empty.
     """
-    size = -(-total // parts)
+    size = -(-total // parts)  # rounded up
     start = min(total, number * size)
     return start, min(size, total - start)
 

@@ -125,7 +125,10 @@ class Output(io.RawIOBase):
         return size
 
     def _write_to_log(self, data: bytes) -> None:
-        """Write to the log. Hold the data in memory as long as the log's folder is unknown."""
+        """Write to the log. As long as its folder is unknown, hold up to `HELD_BYTES` in memory.
+
+        Data beyond `HELD_BYTES` are lost.
+        """
         self.use_log()
         if not self.is_logged:
             self._held += data[: HELD_BYTES - len(self._held)]

@@ -111,15 +111,15 @@ def load_reference(name: str, where: str, *, base: type | None = None) -> Any:
         base: required base class; None if a function is required.
 
     Returns:
-        The function or class. If it was written for another framework, its attribute
-        `quadriga_form`, which can be called here.
+        The function or class; or the value of its attribute `quadriga_form`, which is the adapter of
+        a function or class that was written for another framework.
 
     Raises:
         ConfigError: the file cannot be imported, or has no such function or class.
     """
     place, _, member_name = name.rpartition(":")
     member = member_of(import_file(place, where), member_name, where, base=base)
-    # Not by `getattr`: a subclass does not have the form of its base class.
+    # Not by `getattr`: a subclass must not get the adapter of its base class.
     return getattr(member, "__dict__", {}).get("quadriga_form", member)
 
 
@@ -164,15 +164,15 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
         is_defined_there = getattr(value, "__module__", "") == module.__name__
         if is_defined_there and not key.startswith("_") and fits(value):
             candidates.append(key)
-    kind = "function"
+    expected = "function"
     fix = did_you_mean(name, candidates)
     if base is not None:
-        kind = f"subclass of {base.__module__}.{base.__name__}"
+        expected = f"subclass of {base.__module__}.{base.__name__}"
         fix = fix or f"Write `class {name}({base.__name__})` there."
     raise ConfigError(
         where,
         got=got,
-        expected=f"a {kind} in {module.__file__} ({', '.join(candidates) or 'it has none'})",
+        expected=f"a {expected} in {module.__file__} ({', '.join(candidates) or 'it has none'})",
         fix=fix,
     )
 

@@ -30,7 +30,7 @@ def forward_kl(
     Returns:
         The divergence at each position in nats, [B, T], clamped to at least 0. The sum over k
         tokens may be negative where the student gives these tokens more probability than the
-        teacher does. The clamp lets nothing be learned there.
+        teacher does. The clamp makes the divergence and its gradient 0 there.
     """
     # A floor keeps tokens that are almost impossible for the student from dominating the sum.
     if floor is not None:

@@ -66,11 +66,11 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     elif value_kind in ("mse", "k2"):
         value = half_square
     else:
-        # k3. Two clamps keep a single outlier from dominating: of the argument of exp(), and of the
-        # result.
+        # k3, which is never negative. Two clamps keep a single outlier from dominating: of the
+        # argument of exp(), and of the result.
         log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         estimate = log_ratio.exp() - log_ratio - 1
-        value = estimate.clamp(-MAX_LOW_VARIANCE_KL, MAX_LOW_VARIANCE_KL)
+        value = estimate.clamp(max=MAX_LOW_VARIANCE_KL)
     if not kind.endswith("+"):
         return value
     # Straight-through: the second term is 0 in value, and has the gradient of k2.

@@ -211,7 +211,7 @@ class Registry(dict[str, AlgorithmFunction]):
             where = f"{self.key} {key!r}"
             _check_signature(function, where)
             # A module that runs twice registers new function objects under the same names. So full
-            # names are compared, not objects. An unused name is compared with itself.
+            # names are compared, not objects. If the key is free, the function counts as the old one.
             new_name = _full_name(function)
             old_name = _full_name(self.get(key, function))
             if new_name != old_name:
@@ -296,7 +296,7 @@ class Registry(dict[str, AlgorithmFunction]):
 
         def bind(part: AlgorithmFunction) -> AlgorithmFunction:
             """Bind the options of the function or of a column."""
-            values = {name: own_values[name] for name in options(part) if name in own_values}
+            values = {key: own_values[key] for key in options(part) if key in own_values}
             return bind_options(part, values, shared=shared, where=where)
 
         return Algorithm(
@@ -313,6 +313,7 @@ ADVANTAGES = Registry(_ESTIMATOR, "algorithm.adv_options")
 POLICY_LOSSES = Registry(
     "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.policy_loss"
 )
+# No key chooses among batch columns: they are computed if an algorithm has a field of their name.
 BATCH_COLUMNS = Registry("a field of the whole batch")
 
 register_adv_est = ADVANTAGES.register
@@ -537,6 +538,10 @@ def _check_signature(function: AlgorithmFunction, where: str) -> None:
     """Raise a ConfigError for parameters that could be either fields or options.
 
     These are `*args`, `**kwargs`, and positional parameters with a default.
+
+    Args:
+        function: an algorithm.
+        where: the key or name to show in the error.
     """
     for parameter in signature(function).parameters.values():
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):

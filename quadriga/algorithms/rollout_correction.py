@@ -94,8 +94,8 @@ def correct_rollout(
         Columns to set, [B, T] each, and metrics under `rollout_corr/`. The columns are
         `rollout_is_weights`, by which every loss is multiplied, if `rollout_is` is set; and
         `response_mask` without the rejected tokens, if there are rejections. In bypass mode the
-        loss computes weights and rejection, so the only column is, with batch normalisation, a
-        `rollout_is_weights` with the same factor on every token.
+        loss computes weights and rejection. There is then at most one column: with batch
+        normalisation, `rollout_is_weights` with the same factor on every token.
     """
     mask = columns["response_mask"]
     old_log_probs = columns["old_log_probs"]
@@ -245,7 +245,7 @@ def keep_mask(
     rules: Sequence[Rejection],
     rollout_index: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Mask the tokens that fail a rejection rule.
+    """Compute the mask of the tokens that pass every rejection rule.
 
     Args:
         log_ratio: log p_train - log p_rollout, [B, T].

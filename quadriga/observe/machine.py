@@ -50,8 +50,8 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
     if requested == "float16" and device.type != "cpu":
         # Every accelerator multiplies float16; only a CPU may be slow at it.
         return Choice(torch.float16, "float16: asked for")
-    units = FP16_CPU_FLAGS if requested == "float16" else BF16_CPU_FLAGS
-    is_fast, reason = _multiplies_16_bits(device, units)
+    cpu_flags = FP16_CPU_FLAGS if requested == "float16" else BF16_CPU_FLAGS
+    is_fast, reason = _multiplies_16_bits(device, cpu_flags)
     if requested == "auto":
         if is_fast:
             return Choice(torch.bfloat16, f"bfloat16: {reason}")
@@ -112,7 +112,7 @@ def resident_bytes() -> tuple[int, int]:
 def forget_peak() -> bool:
     """Reset the peak that `resident_bytes` returns. Returns whether the system can do that."""
     try:
-        # The 5 of the kernel's interface resets the peak.
+        # Writing 5 to this file resets the peak (proc(5)).
         _CLEAR.write_text("5", encoding="ascii")
     except OSError:
         # Not Linux, or a sandbox that forbids it.
@@ -141,7 +141,7 @@ def num_usable_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    # Microseconds of all cores together in each period of microseconds: "200000 100000" is 2 cores.
+    # The quota of computing time in each period, both in microseconds: "200000 100000" is 2 cores.
     quota, _, period = _read_kernel_file(_CGROUP / "cpu.max").partition(" ")
     if not quota:
         # Version 1 of the interface.
@@ -239,6 +239,7 @@ def describe_gpus() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return f"{count} GPU{'s' if count != 1 else ''}"
+    # The line of the first GPU, such as "NVIDIA H200, 143771".
     name, _, mebibytes = output.stdout.partition("\n")[0].rpartition(",")
     if not mebibytes.strip().isdigit():
         # For GPUs that share the memory of the host, nvidia-smi prints "[N/A]".

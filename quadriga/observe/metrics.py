@@ -101,7 +101,11 @@ def reduce_metrics(*parts: Mapping[str, Metric | Sequence[Metric]]) -> dict[str,
 
 
 def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
-    """Combine metrics of the same name and reduction into one."""
+    """Combine metrics of the same name and reduction into one.
+
+    Raises:
+        ValueError: their reductions differ.
+    """
     reductions = {metric.reduction for metric in metrics}
     if len(reductions) > 1:
         names = ", ".join(sorted(reductions))

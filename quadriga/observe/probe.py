@@ -110,7 +110,13 @@ def release_numbers(text: str) -> tuple[int, ...]:
 
 
 def _probe(extra: Extra, *, timeout_s: float, try_all: bool) -> Capability:
-    """Probe one package: import it, or only compare its requirements."""
+    """Probe one package: import it, or only compare its requirements.
+
+    Args:
+        extra: the package.
+        timeout_s: time limit of the import, in seconds.
+        try_all: import the package even if it takes seconds to load.
+    """
     is_tried = extra.is_quick or try_all
     # mlflow also comes as a smaller distribution with the same module, which serves as well.
     distribution, found_version = installed(extra.package, f"{extra.package}-skinny")
@@ -132,7 +138,12 @@ def _probe(extra: Extra, *, timeout_s: float, try_all: bool) -> Capability:
 
 
 def _import_problem(module: str, timeout_s: float) -> str:
-    """Import a module in a separate process. Return the problem, or "" if there is none."""
+    """Import a module in a separate process. Return the problem, or "" if there is none.
+
+    Args:
+        module: name of the module.
+        timeout_s: time limit of the import, in seconds. A longer import is a problem.
+    """
     try:
         result = subprocess.run(
             [sys.executable, "-c", f"import {module}"],

@@ -103,7 +103,7 @@ class Recording:
             path = Path(folder) / "part.json"
             if self.tool == "torch_memory":
                 torch.cuda.memory._dump_snapshot(str(path))
-                torch.cuda.memory._record_memory_history(enabled=None)
+                torch.cuda.memory._record_memory_history(enabled=None)  # ends the recording
                 return zlib.compress(path.read_bytes(), 1)
             self._trace.stop()
             self._trace.export_chrome_trace(str(path))

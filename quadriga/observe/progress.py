@@ -224,7 +224,8 @@ class Progress(AbstractContextManager["Progress"]):
         self._activity = activity or str  # by default "", the value of str()
         self._clock = clock
         self._widths: dict[str, int] = {}  # widths of the fields in lines, see `align_fields`
-        # Number of done steps and time after each of the last steps; at first those of the start.
+        # A pair for each of the last steps: number of steps done by then, and time by `clock`. Before
+        # the first step, the pair of the start.
         self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=PACE_STEPS + 1)
         self._bar: RichProgress | None = None
         self._cell = NotebookCell(total, initial) if self._console.is_jupyter else None
@@ -486,7 +487,11 @@ class Picture:
         return path
 
     def _save_png(self, path: Path) -> None:
-        """Draw the curves with matplotlib."""
+        """Draw the curves with matplotlib.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
         try:
             figure_class = import_module("matplotlib.figure").Figure
         except ImportError as error:
@@ -523,8 +528,11 @@ class NotebookCell:
         self.update(initial, total, {})
 
     def update(self, step: int, total: int, fields: Fields) -> None:
-        """Show that `step` of `total` steps are done, and the fields of the last one."""
-        # The first field is the reward or the loss. Its text may have spaces between thousands.
+        """Show that `step` of `total` steps are done, with the fields of the last one and a curve.
+
+        The curve is that of the first field, which is the reward or the loss.
+        """
+        # The text of a field may have spaces between thousands.
         for label, value in list(fields.items())[:1]:
             self._curves.setdefault(label, []).append((step, float(value.replace(" ", ""))))
         text = escape(GAP.join(f"{label} {value}" for label, value in fields.items()))

@@ -51,6 +51,7 @@ def stop_on_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
     process = os.getpid()
 
     def request(number: int, frame: FrameType | None) -> None:
+        """Handle a SIGTERM: ask the run of this process to stop."""
         # The next SIGTERM has its default effect: it ends the process.
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != process:
@@ -114,6 +115,9 @@ def quiet_interrupt(*, is_reported: bool = False) -> Iterator[None]:
 
     Args:
         is_reported: whether another part of the program prints a sentence about the interrupt.
+
+    Raises:
+        Interrupted: in place of a KeyboardInterrupt, except in an interactive session.
     """
     try:
         yield

@@ -190,7 +190,11 @@ class _Writer:
         self._stored_values: dict[int, tuple[Any, Any]] = {}
 
     def parts(self, data: Any) -> list[Any]:
-        """Convert a DataProto. Return the content of the file as blocks of bytes, in order."""
+        """Convert a DataProto. Return the content of the file as blocks of bytes, in order.
+
+        Raises:
+            ProtocolError: as for `save_to_disk`.
+        """
         try:
             self._add_layout(data)
         except (RecursionError, ValueError) as error:
@@ -306,7 +310,11 @@ class _Writer:
         return {"$dict": pairs}
 
     def _store(self, value: Any) -> dict[str, Any]:
-        """Add a tensor with the memory of a value to the file; return its form in the layout."""
+        """Add a tensor with the memory of a value to the file; return its form in the layout.
+
+        Raises:
+            ProtocolError: a file cannot hold an object of this class.
+        """
         kind = type(value)
         name = str(len(self._tensors))
         if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
@@ -326,9 +334,9 @@ class _Writer:
         if kind is bytes:
             self._add(name, value)
             return {"$bytes": name}
-        # An image with a palette is refused, because its bytes do not include the palette. Objects
-        # of PIL without the attribute are no images; for them the default `self` is not None.
-        if kind.__module__.startswith("PIL.") and getattr(value, "palette", self) is None:
+        # An image with a palette is refused, because its bytes do not include the palette. So are
+        # objects of PIL that are no images, and have no attribute `palette`.
+        if kind.__module__.startswith("PIL.") and getattr(value, "palette", "absent") is None:
             self._add(name, value.tobytes())
             return {"$image": [name, value.mode, list(value.size), self._encode(value.info)]}
         raise self._refusal(f"an object of the class {kind.__module__}.{kind.__qualname__}")
@@ -423,5 +431,10 @@ def _rebuild(tensors: dict[str, torch.Tensor], value: dict[str, Any]) -> Any:
 
 
 def _read_bytes(tensors: dict[str, torch.Tensor], name: str) -> bytes:
-    """Bytes of a tensor of the file."""
+    """Bytes of a tensor of the file.
+
+    Args:
+        tensors: the tensors of the file by name.
+        name: name of the tensor.
+    """
     return tensors[name].numpy().tobytes()

@@ -158,13 +158,13 @@ def whole_steps(memory: np.ndarray) -> list[int]:
     Args:
         memory: [bytes] uint8 of both slots.
     """
-    slots = memory.reshape(2, -1).view(np.int64)
-    header_size = SLOT_HEADER_BYTES // slots.itemsize
+    slots = memory.reshape(2, -1).view(np.int64)  # [2, words]
+    header_words = SLOT_HEADER_BYTES // slots.itemsize
     steps = []
     for slot in slots:
         # The step is 0 while the slot is written.
         step, expected_sum = slot[:2]
-        if step and slot[header_size:].sum() == expected_sum:
+        if step and slot[header_words:].sum() == expected_sum:
             steps.append(int(step))
     return steps
 

@@ -86,8 +86,8 @@ def _is_container(value: Any) -> bool:
         return value.dtype == object
     if isinstance(value, (Mapping, list, tuple)):
         return True
-    # `==` is right for objects whose class defines it, except dataclasses, in which it would fail
-    # for tensors. Other objects it would only compare by identity.
+    # `==` is right for objects whose class defines it, except for dataclasses: theirs fails if an
+    # attribute is a tensor. Without a definition, `==` compares only identities.
     compares_identity = type(value).__eq__ is object.__eq__
     if not compares_identity and not hasattr(type(value), "__dataclass_fields__"):
         return False
@@ -328,6 +328,9 @@ def _concat_column(key: str, values: list[torch.Tensor], num_rows: int) -> torch
         key: name of the column.
         values: the parts.
         num_rows: number of rows of all parts together.
+
+    Raises:
+        ProtocolError: the parts differ in row shape or dtype.
     """
     shape = values[0].shape[1:]
     dtype = values[0].dtype

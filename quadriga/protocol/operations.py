@@ -184,10 +184,11 @@ def get_all(futures: "Sequence[DataProtoFuture]") -> list[Any]:
     """
     if not futures:
         return []
-    # Choose a `resolve` to wait for the handles of all futures in one call. That of a future with
-    # `rows_of` may return lent rows (see `protocol.memory`), because `get` concatenates, which
-    # copies them. That of a future without `rows_of`, which may keep its outputs, lends none, so it
-    # suits all futures. If all have `rows_of`, any suits.
+    # One future's `resolve` waits for the handles of all futures in one call. It must suit each:
+    # - Outputs of a future with `rows_of` may be lent (see `protocol.memory`): `get` concatenates
+    #   them, which copies lent rows. So its `resolve` may lend.
+    # - Outputs of a future without `rows_of` may be kept. So its `resolve` never lends, and suits
+    #   all futures.
     resolves = (future.resolve for future in futures if future.rows_of is None)
     resolve = next(resolves, futures[0].resolve)
     handles = [handle for future in futures for handle in future.futures]

@@ -74,11 +74,8 @@ def map_rows(
     return DataProto(batch, arrays, dict(data.meta_info))
 
 
-def check_batch(batch: TensorDict) -> int:
-    """Check that a batch has one batch dimension and only dense columns.
-
-    Returns:
-        The number of rows.
+def checked_num_rows(batch: TensorDict) -> int:
+    """Number of rows of a batch, which must have one batch dimension and only dense columns.
 
     Raises:
         ProtocolError: the batch does not have exactly one batch dimension, or a column is no dense
@@ -189,7 +186,7 @@ class DataProto:
         # The number of rows is that of the batch; without a batch, that of the first array.
         num_rows = None
         if self.batch is not None:
-            num_rows = check_batch(self.batch)
+            num_rows = checked_num_rows(self.batch)
         for key, array in self.non_tensor_batch.items():
             where = f"DataProto.non_tensor_batch[{key!r}]"
             if not isinstance(array, np.ndarray):
@@ -280,7 +277,8 @@ class DataProto:
             The DataProto; it shares memory with the columns.
 
         Raises:
-            ProtocolError: the columns differ in their leading dimensions.
+            ProtocolError: the tensors differ in their leading dimensions, the columns in their number
+                of rows, or `num_batch_dims` is below 1.
         """
         if num_batch_dims < 1:
             raise ProtocolError(
@@ -329,7 +327,13 @@ class DataProto:
         return self.batch is not None or bool(self.non_tensor_batch)
 
     def __getitem__(self, index: int | slice | RowIndex) -> "DataProto | DataProtoItem":
-        """Take a single row by number, or several rows by slice, numbers or mask."""
+        """Take a single row by number, or several rows by slice, numbers or mask.
+
+        Raises:
+            IndexError: there is no row of that number.
+            TypeError: the index is of another type.
+            ProtocolError: as for `select_idxs`.
+        """
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
@@ -380,7 +384,11 @@ class DataProto:
         )
 
     def _row_numbers(self, idxs: RowIndex) -> torch.Tensor:
-        """Convert an index to row numbers from 0 on, int64 on the CPU."""
+        """Convert an index to row numbers from 0 on, int64 on the CPU.
+
+        Raises:
+            ProtocolError: as for `select_idxs`.
+        """
         num_rows = len(self)
         if isinstance(idxs, torch.Tensor):
             rows = idxs.detach().cpu()
@@ -414,7 +422,11 @@ class DataProto:
         return torch.where(rows < 0, rows + num_rows, rows)
 
     def reorder(self, indices: RowIndex) -> None:
-        """Put the rows into the order of `indices`, a permutation of all of them, in place."""
+        """Put the rows into the order of `indices`, a permutation of all of them, in place.
+
+        Raises:
+            ProtocolError: `indices` is no permutation of the row numbers.
+        """
         rows = self._row_numbers(indices)
         num_rows = len(self)
         if not torch.equal(rows.sort().values, torch.arange(num_rows)):
@@ -431,7 +443,11 @@ class DataProto:
         self.non_tensor_batch = other.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
-        """Repeat every row: A A B B when interleaved, A B A B when not."""
+        """Repeat every row: A A B B when interleaved, A B A B when not.
+
+        Raises:
+            ProtocolError: `repeat_times` is negative.
+        """
         if repeat_times < 0:
             raise ProtocolError(f"DataProto.repeat: got {repeat_times} times, expected 0 or more")
         rows = torch.arange(len(self))
@@ -439,7 +455,11 @@ class DataProto:
         return self.select_idxs(repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: RowIndex) -> "DataProto":
-        """Repeat row i `repeat_times[i]` times, with its copies next to each other; 0 drops it."""
+        """Repeat row i `repeat_times[i]` times, with its copies next to each other; 0 drops it.
+
+        Raises:
+            ProtocolError: there is not one number for each row, or one is negative.
+        """
         counts = torch.as_tensor(repeat_times, dtype=torch.int64).cpu()
         num_rows = len(self)
         is_one_per_row = counts.shape == (num_rows,)
@@ -457,6 +477,9 @@ class DataProto:
 
         7 rows in 4 chunks are 2 2 2 1, and 3 rows are 1 1 1 0. An empty part has every column. To
         get parts of equal size, call `padding` first.
+
+        Raises:
+            ProtocolError: `chunks` is below 1.
         """
         if chunks < 1:
             raise ProtocolError(f"DataProto.chunk: got {chunks} chunks, expected at least 1")
@@ -466,7 +489,11 @@ class DataProto:
         return [self.slice(start, end) for start, end in pairwise(starts)]
 
     def split(self, split_size: int) -> "list[DataProto]":
-        """Divide the rows into parts of `split_size`, as views; the last may be smaller."""
+        """Divide the rows into parts of `split_size`, as views; the last may be smaller.
+
+        Raises:
+            ProtocolError: `split_size` is below 1.
+        """
         if split_size < 1:
             raise ProtocolError(
                 f"DataProto.split: got parts of {split_size} rows, expected 1 or more"

@@ -48,7 +48,8 @@ def gae(
         reward = token_level_rewards[:, t] + waiting_reward
         delta = reward + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * next_advantage
-        # A skipped token only passes on its reward, and value and advantage from its right.
+        # A skipped token passes its reward to the left, and leaves value and advantage of the next
+        # own token as they are.
         waiting_reward = reward.masked_fill(is_own, 0)
         next_value = torch.where(is_own, values[:, t], next_value)
         next_advantage = torch.where(is_own, advantage, next_advantage)

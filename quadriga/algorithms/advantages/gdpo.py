@@ -60,14 +60,15 @@ def gdpo(
         Advantages and returns, [B, T] each: the response's advantage on each of its tokens.
 
     Raises:
-        ConfigError: the grader does not return a reward, a reward is not a finite number, or the
-            number of weights does not fit.
+        ConfigError: `gdpo_reward_keys` is a string or empty, the number of weights does not fit,
+            the grader does not return a reward, or a reward is not a finite number.
     """
     weights = gdpo_reward_weights
     if weights is None:
         weights = [1.0] * len(gdpo_reward_keys)
-    is_list = not isinstance(gdpo_reward_keys, str)
-    if not is_list or not gdpo_reward_keys or len(weights) != len(gdpo_reward_keys):
+    # A string would be taken for a list of its characters.
+    is_string = isinstance(gdpo_reward_keys, str)
+    if is_string or not gdpo_reward_keys or len(weights) != len(gdpo_reward_keys):
         raise ConfigError(
             _KEYS,
             got=f"{gdpo_reward_keys!r} with gdpo_reward_weights={gdpo_reward_weights!r}",

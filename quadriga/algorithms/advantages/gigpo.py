@@ -58,10 +58,10 @@ def gigpo(
     Returns:
         Advantages and returns, [B, T] each: the advantage of a turn on each of its tokens.
     """
-    names = list(uid)
+    uids = list(uid)
     spans_of_row = list(turn_spans)
     scores = token_level_rewards.sum(-1)  # [B]
-    groups = Groups.of(names, scores, rollout_id)
+    groups = Groups.of(uids, scores, rollout_id)
     response_advantage = groups.centered(scores)  # [B]
     if norm_adv_by_std_in_grpo:
         response_advantage = response_advantage / (groups.deviation(scores) + epsilon)
@@ -73,7 +73,7 @@ def gigpo(
     for row, states in enumerate(turn_states):
         for (start, end), state in zip(spans_of_row[row], states, strict=True):
             turns.append((row, start, end))
-            states_of_turns.append((names[row], state))
+            states_of_turns.append((uids[row], state))
     if not turns:
         return advantages, advantages
 

@@ -57,9 +57,9 @@ def hierarchical_grpo(
     rollouts = list(range(len(scores)) if rollout_id is None else rollout_id)
     # Agents without a role are named "0", "1", ..., which YAML reads as numbers.
     names_within_rollout = {str(name) for name in episode_agents}
-    # `peers` names the peers of each row. `attempts` names what counts once among them: for an
-    # agent that is compared within a rollout each row, for another agent each rollout. The tuples
-    # keep names of rollouts apart from row numbers.
+    # Rows with equal entries in `peers` are compared with one another. Of these, rows with equal
+    # entries in `attempts` count once in the mean. For an agent that is compared within a rollout,
+    # each row has a different entry: its number. For others, the rows of a rollout share an entry.
     peers = []
     attempts = []
     for row, (group, name) in enumerate(zip(uid, agent, strict=True)):

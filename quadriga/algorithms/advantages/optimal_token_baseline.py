@@ -102,8 +102,8 @@ def subtract_optimal_baseline(
         is_sampled: marks the tokens that the policy sampled, [B, T] bool.
         uid: group of each response, [B].
         energy: squared length of each token's gradient, [B, T].
-        keeps_tail: whether a token keeps its reward to go if no other response of a larger group
-            has a token at its position.
+        keeps_tail: in a group of several responses, whether a token keeps its reward to go if no
+            other response has a token at its position. If not, its advantage is 0.
 
     Returns:
         Advantages, [B, T], 0 outside the mask.
@@ -118,6 +118,7 @@ def subtract_optimal_baseline(
     # Subtracting the smallest value first makes equal values exactly 0, as in `Groups.centered`.
     smallest = groups.smallest(to_go.masked_fill(~is_sampled, float("inf")))
     distance = zero_outside(to_go - smallest, is_sampled)
+    # The clamp only matters at positions that no response reaches, where all weights are 0.
     total_weight = groups.sum(weights).clamp(min=torch.finfo(weights.dtype).tiny)
     baseline = groups.sum(distance * weights) / total_weight
 

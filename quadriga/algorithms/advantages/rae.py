@@ -43,7 +43,7 @@ def rae(
         response_mask: [B, T].
         data_source: environment of each row, [B].
         agent: role of each row, [B].
-        row_index: place of each row in the batch, [B].
+        row_index: number of each row before the rows were ordered for the ranks, [B].
         decay: share of a baseline that remains after a score, 0 to 1.
         rollout_id: rollout of each row, [B]. None: every row is a rollout.
         memory: baselines by environment and role, which are updated. None: they begin at 0.
@@ -60,8 +60,8 @@ def rae(
     scores = token_level_rewards.sum(-1)  # [B]
     rollouts = list(range(len(scores)) if rollout_id is None else rollout_id)
     roles = list(zip(data_source, agent, strict=True))
-    # Rows of each score, in the order of the batch. A role has one score per rollout, however many
-    # rows it has there.
+    # Rows of each score, in the original order of the batch, so that the baselines do not depend on
+    # the number of ranks. A role has one score per rollout, however many rows it has there.
     rows_of_score = {}
     for row in row_index.argsort().tolist():
         rows_of_score.setdefault((rollouts[row], roles[row]), []).append(row)

@@ -136,8 +136,8 @@ def covariance_clipped(
         old_log_prob: log-probabilities under the policy that the update starts from, [B, T].
         advantages: [B, T].
         response_mask: [B, T].
-        clip_cov_ratio: number of tokens to draw, as a share of all tokens of the batch; at least
-            one is drawn.
+        clip_cov_ratio: number of tokens to draw, as a share of all tokens of the batch, but at
+            least one; if fewer tokens are in the range, all of them are chosen.
         clip_cov_lb: lower bound of the range.
         clip_cov_ub: upper bound of the range.
 

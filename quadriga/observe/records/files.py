@@ -189,8 +189,8 @@ class RecordFolder:
 
         Args:
             max_bytes: size above which the record shrinks, to 90 % of `max_bytes`.
-            max_steps: number of newest steps to keep; at least 1. Older steps are removed; those
-                that a replay needs only lose their texts.
+            max_steps: number of newest steps to keep; at least 1, infinity for all. Older steps are
+                removed; those that a replay needs only lose their texts.
             first_needed_step: oldest step that a replay needs. This step and later training steps
                 may lose their texts, but nothing else.
 

@@ -124,8 +124,8 @@ def table_for_people(record: RecordFolder, step: int, kind: str = STEP) -> pd.Da
             ]
     ratios = []
     for sampled, trained in zip(table["rollout_log_probs"], table["log_probs"], strict=True):
-        is_known = sampled is not None and trained is not None
-        ratios.append(np.exp(trained - sampled) if is_known else None)
+        has_both = sampled is not None and trained is not None
+        ratios.append(np.exp(trained - sampled) if has_both else None)
     table["ratio"] = ratios
     table["length"] = [len(ids) for ids in table["response_ids"]]
     for place, name in enumerate(("prompt", "response")):

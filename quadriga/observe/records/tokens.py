@@ -79,7 +79,7 @@ def _bytes_of(token: str, decoders: set[str]) -> bytes:
     if "ByteLevel" in decoders:
         if all(character in _ALPHABET for character in token):
             return bytes(_ALPHABET[character] for character in token)
-        # A token that was added as plain text.
+        # An added token, which is in the vocabulary as plain text.
         return token.encode()
     # A byte that SentencePiece has no other token for, such as "<0x0A>".
     match = _BYTE_TOKEN.fullmatch(token)

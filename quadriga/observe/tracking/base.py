@@ -93,29 +93,29 @@ class RecordedSteps:
 
     def __init__(self, facts: RunFacts, backend: str, identity: str | None) -> None:
         self._path = facts.directory / f".{backend}_recorded"
-        self._first = facts.first_step
-        self._last: dict[str, int] = {}  # last recorded step of each kind
+        self._first_step = facts.first_step
+        self._last_steps: dict[str, int] = {}  # last recorded step by kind
         if identity is not None and self._path.is_file():
-            self._last = json.loads(self._path.read_text(encoding="utf-8"))
-        self._before = dict(self._last)  # last steps that earlier processes recorded
-        last = max(self._before.values(), default=-1)
-        if last >= self._first:
+            self._last_steps = json.loads(self._path.read_text(encoding="utf-8"))
+        self._earlier_last_steps = dict(self._last_steps)  # `_last_steps` of earlier processes
+        last = max(self._earlier_last_steps.values(), default=-1)
+        if last >= self._first_step:
             file = self._path.with_name(f".{backend}_run_id")
             print(
-                f"{backend} has the run up to step {last}: steps from {self._first} on are not recorded"
-                f" a second time. Without {file} they go to a new run there."
+                f"{backend} has the run up to step {last}: steps from {self._first_step} on are not"
+                f" recorded a second time. Without {file} they go to a new run there."
             )
 
     def has(self, kind: str, step: int) -> bool:
         """Whether an earlier process has sent a kind of record of a step to the service."""
-        return self._first <= step <= self._before.get(kind, -1)
+        return self._first_step <= step <= self._earlier_last_steps.get(kind, -1)
 
     def add(self, kind: str, step: int) -> None:
         """Store that the service has a kind of record of a step."""
-        self._last[kind] = max(step, self._last.get(kind, step))
+        self._last_steps[kind] = max(step, self._last_steps.get(kind, step))
         # A rename is atomic: a kill leaves the old or the new file.
         temporary = self._path.with_name(f"{self._path.name}.tmp")
-        temporary.write_text(json.dumps(self._last), encoding="utf-8")
+        temporary.write_text(json.dumps(self._last_steps), encoding="utf-8")
         os.replace(temporary, self._path)
 
 
