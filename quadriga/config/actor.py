@@ -227,7 +227,8 @@ class ParallelConfig(Section):
         if megatron is None:
             fsdp = self.fsdp_config.fsdp_size
             return Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp, ep=ep)
-        # Its optimizer state is sharded over all ranks, or only over those of sequence parallelism.
+        # Megatron-core shards the optimizer state over all ranks with the distributed optimizer, else
+        # only over those of sequence parallelism.
         fsdp = -1 if megatron.use_distributed_optimizer else sp
         # Megatron-core divides the experts over any neighbours in a pipeline stage. So `ep` is set
         # below, without the check that `Layout.of` makes for FSDP2.

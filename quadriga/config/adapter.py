@@ -200,7 +200,10 @@ def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> Ad
 
 
 def _reason_to_merge(config: Config, is_wide_on_accelerator: bool) -> str:
-    """Reason why the engine needs merged weights; "" if it can apply the adapter itself."""
+    """Reason why the engine needs merged weights; "" if it can apply the adapter itself.
+
+    The arguments are those of `adapter_route`.
+    """
     rollout = config.actor_rollout_ref.rollout
     max_rank = rollout.traits.max_adapter_rank
     if not max_rank:
@@ -269,6 +272,6 @@ def _check_details(model: ModelConfig, shape: AdapterShape) -> Findings:
             yield ConfigError(
                 f"{_MODEL}.{name}",
                 f"{value}, with {adapter_value} in the adapter of lora_adapter_path",
-                "one of the two",
+                f"{adapter_value}, the value of the adapter",
                 f"Leave {name} out.",
             )

@@ -215,8 +215,7 @@ class RolloutCorrectionConfig(Section):
             if kind == "k1":
                 ratios = f"two ratios above 0 as LOWER_UPPER for {name}, or"
                 lower, upper = _parse_bounds(threshold, f"{ratios} the upper one alone")
-                # A single bound is as far from 1 on both sides, on a log scale. Below 1 it cannot
-                # be the upper one.
+                # A single bound U stands for 1/U to U. A U below 1 would be the lower bound.
                 lower = lower or 1 / upper
                 if lower > upper:
                     raise refuse(f"{ratios} an upper one of at least 1")

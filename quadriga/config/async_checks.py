@@ -116,7 +116,7 @@ def _check_engine(config: Config) -> Findings:
             expected,
             f"{rollout.engine_title}'s numbers depend on which requests it computes together.",
         )
-    # In the calling process several engines are refused by the rollout's own findings.
+    # For an engine in the calling process, `RolloutConfig.findings` refuses several replicas.
     num_replicas = rollout.data_parallel_size
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
         yield _async_error(

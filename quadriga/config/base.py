@@ -83,8 +83,8 @@ class Section(BaseModel):
             for rule in field.metadata:
                 if not isinstance(rule, ReadIf):
                     continue
-                is_listed = getattr(self, rule.name) in rule.values
-                is_read = is_listed == rule.is_listed
+                has_listed_value = getattr(self, rule.name) in rule.values
+                is_read = has_listed_value == rule.is_listed
                 if not is_read:
                     keys_by_condition.setdefault(rule.name, []).append(f"{at}.{name}")
         if not keys_by_condition:

@@ -112,7 +112,7 @@ def show(config: Config) -> str:
     The YAML can be loaded again, and gives an equal configuration once the secrets that
     `quadriga.redact` hides are filled in.
     """
-    # Values in the tree of the schema, which has all keys, in its own spelling.
+    # The tree of the schema: the values of all keys, in the schema's spelling.
     dumped = redact(config.model_dump(mode="json"))
     # The tree to show: the keys that the task reads, in the task's spelling.
     tree = {}
@@ -252,7 +252,8 @@ def _describe_overlap(config: Config) -> Iterator[str]:
     if settings.by_mini_batch:
         prompts = _count(BatchPlan(config).mini_batch_prompts, "prompt")
         yield f"an update starts as soon as the responses to {prompts} are complete"
-    # Generation may be `max_staleness` versions ahead of the current one, each `sync_every` steps.
+    # Batches for the steps of the current version and of the next `max_staleness` versions. A version
+    # lasts `sync_every` steps.
     num_batches = (settings.max_staleness + 1) * settings.sync_every
     waits = settings.on_stale == "wait"
     yield (
@@ -362,13 +363,13 @@ def _describe_length(config: Config, plan: BatchPlan, num_train_prompts: int | N
     if filters_groups and trainer.max_epochs:
         # A step may take several batches, so the number of steps is not known.
         steps = f"at most {_count(max_steps, 'step')}" if max_steps else "steps"
-        batches_text = f" ({batches} each, at least one per step)" if num_batches else ""
+        size_of_pass = f" ({batches} each, at least one per step)" if num_batches else ""
         passes = _count(trainer.max_epochs, "pass", "passes")
-        return f"{steps} until {passes} over the data are taken{batches_text}"
+        return f"{steps} until {passes} over the data are taken{size_of_pass}"
     if num_batches:
         num_steps = trainer.num_steps(num_batches)
-        passes = _count(_ceil_div(num_steps, num_batches), "epoch")
-        return f"{_count(num_steps, 'step')}: {batches} per epoch, {passes}"
+        num_epochs = _ceil_div(num_steps, num_batches)
+        return f"{_count(num_steps, 'step')}: {batches} per epoch, {_count(num_epochs, 'epoch')}"
     if max_steps and epochs:
         return f"at most {_count(max_steps, 'step')}, over at most {_count(epochs, 'epoch')}"
     if max_steps:

@@ -116,7 +116,10 @@ def _describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, 
 
 
 def _describe_bare_type(annotation: Any) -> tuple[str, set[Any]]:
-    """Describe a type, as `_describe_type` does, but without limits beside the type itself."""
+    """Describe a type, as `_describe_type` does, for a type without constraints.
+
+    Types inside it, such as those of a list, may have constraints (`Annotated`).
+    """
     origin: Any = get_origin(annotation)
     arguments: tuple[Any, ...] = get_args(annotation)
     if origin is Annotated:
@@ -129,6 +132,7 @@ def _describe_bare_type(annotation: Any) -> tuple[str, set[Any]]:
         words = ", ".join(map(str, arguments))
         if len(arguments) > 1:
             words = f"one of {words}"
+        # The first choice decides whether a command line is read as text.
         return words, {type(arguments[0])}
     if origin in (list, tuple):
         count = f" of {len(arguments)}" if origin is tuple else ""
@@ -243,7 +247,9 @@ def is_key_of_verl(key: str, task: str) -> bool:
     program = "ppo" if task == "rl" else "sft"
     file = Path(package.origin).with_name("commands") / "defaults.tsv"
     for line in file.read_text(encoding="utf-8").splitlines():
-        # The columns are the programs with commas between, the dotted key, and its values.
+        # A row is the names of programs with commas between, the dotted key, and its values, such as
+        # `ppo,ppo_megatron`, `actor_rollout_ref.actor.ppo_epochs`, 1. The first program is enough: keys
+        # that verl's programs for several tasks have exist here, too.
         row = line.split("\t")
         if row[0].startswith(program) and f"{row[1]}.".startswith(f"{key}."):
             return True

@@ -102,7 +102,8 @@ class Layout:
                 f"{where}.fsdp_config.fsdp_size",
                 got=str(fsdp),
                 expected=f"-1, or a multiple of {sp} that divides {num_data * sp}",
-                fix=f"{world_size} processes with {sizes} are {num_data} data-parallel ranks.",
+                fix=f"Choose another size: {world_size} processes with {sizes} are {num_data} "
+                "data-parallel ranks.",
             )
 
         # Experts are divided among the ranks that shard one copy.
@@ -137,9 +138,11 @@ class Layout:
     def edp(self) -> int:
         """Number of ranks that have the same experts and shard the optimizer state of these.
 
-        On Megatron-core, a stage has world_size / (pp ep) ranks with the same experts. Without a
-        distributed optimizer, fewer of them shard the state.
+        A stage has world_size / (pp ep) ranks with the same experts. Fewer of them shard the state if
+        there are replicas, or on Megatron-core without a distributed optimizer.
         """
+        # The ranks with the same experts are divided into groups of this size, so it must divide their
+        # number. `fsdp * tp` need not be a multiple of `ep` on Megatron-core, and may be below it.
         return gcd(self.world_size // self.pp // self.ep, max(1, self.fsdp * self.tp // self.ep))
 
     def state_bytes(

@@ -408,7 +408,8 @@ class _ConfigBuilder:
         if is_key_of_verl(key, self.task):
             program = "main_ppo" if self.task == "rl" else "sft_trainer"
             fix = f"`quadriga verl {program}` accepts verl's command lines; here leave the key out."
-            # verl has the parallel sizes in a section for Megatron; here they are beside it.
+            # verl has the parallel sizes in a section for Megatron; here they are beside it. For a key
+            # outside that section `section` is "", and `size_key`, which begins with a dot, is no key.
             section, _, name = key.rpartition(".megatron.")
             size_key = f"{section}.{_SIZES_OF_MEGATRON.get(name, name)}"
             if leaf_of(size_key, self.task):
@@ -430,9 +431,9 @@ class _ConfigBuilder:
         Args:
             key: the dotted key.
             place: file and line, if known.
-            got: its value, or what it is.
+            got: value of the key, or what is wrong with it, such as "a key that does not exist".
             expected: the values that are accepted.
-            fix: how to correct it.
+            fix: how to correct the configuration.
         """
         where = f"{key} ({place})" if place else key
         self.problems.append(ConfigError(where, got=got, expected=expected, fix=fix))

@@ -350,8 +350,8 @@ def has_shards(config: Config) -> bool:
 def sends_parts(config: Config) -> bool:
     """Whether every rank of the trainer sends its part of each weight to a rollout group.
 
-    This is about a rollout in another pool. Otherwise the first rank sends full tensors, with an
-    adapter merged into them or sent separately.
+    If false, the first rank sends full tensors, with an adapter merged into them or sent separately.
+    Only weight sync to a rollout in another pool asks.
     """
     if has_shards(config):
         return True
@@ -376,7 +376,7 @@ def _check_groups(config: Config) -> Findings:
             "true: the ranks of a group must sample with the same seed for each response",
             "Set it to true, or tensor_model_parallel_size to 1.",
         )
-    # In the calling process several engines are refused by the rollout's own findings.
+    # For an engine in the calling process, `RolloutConfig.findings` refuses several replicas.
     num_replicas = rollout.data_parallel_size
     if num_replicas > 1 and rollout.traits.computes_in != "caller":
         yield ConfigError(

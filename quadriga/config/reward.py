@@ -164,7 +164,8 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Fin
         )
         return
     # Without either key, a classifier has two labels: transformers' default.
-    num_labels = model_config.get("num_labels", len(model_config.get("id2label") or range(2)))
+    labels = model_config.get("id2label") or range(2)
+    num_labels = model_config.get("num_labels", len(labels))
     if num_labels != 1:
         yield MachineError(
             key,

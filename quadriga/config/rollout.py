@@ -332,13 +332,14 @@ class RolloutConfig(LogProbConfig):
                     f"or generate with {DEFAULT_ENGINE}."
                 ),
             )
-        # Nothing is learned from validation, so there only a metric is missing. The engine reports
-        # in one way, which the filters of training decide.
+        # Nothing is learned from validation, so there only a metric is missing. With filters in
+        # training the engine reports the model's own log-probabilities, in validation as well.
+        # Without, it reports those after the temperature and the filter.
         validation = self.val_kwargs
-        is_filtered = _list_filters(validation) or (
-            _list_filters(self) and validation.temperature != 1
-        )
-        if validation.do_sample and validation.temperature > 0 and is_filtered:
+        lacks_log_probs = bool(_list_filters(validation))
+        if _list_filters(self):
+            lacks_log_probs = validation.temperature != 1
+        if validation.do_sample and validation.temperature > 0 and lacks_log_probs:
             yield (
                 f"{at}.val_kwargs: {self.engine_title} does not report log-probabilities without "
                 "the filter: rollout/log_prob of validation is nan; "

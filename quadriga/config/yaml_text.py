@@ -158,6 +158,7 @@ def _note_places(
     # Lines of the keys of this node.
     lines = {}
     for name, value in node.value if isinstance(node, MappingNode) else ():
+        # The key `<<` merges other mappings into this one; it is no key of the configuration.
         if not isinstance(name, ScalarNode) or name.tag == _MERGE:
             continue
         dotted = f"{key}.{name.value}".lstrip(".")

@@ -15,7 +15,7 @@ from quadriga.engine_traits.traits import EngineTraits
 from quadriga.errors import ConfigError, did_you_mean
 
 _PACKAGE = "pkg://"
-_LITERAL = (
+_FIX_OF_DECLARATION = (
     "Declare there what the engine can do, by keywords with literal values, as they are read "
     "without importing the file. See quadriga.engine_traits.EngineTraits."
 )
@@ -56,7 +56,7 @@ def read_traits(name: str) -> EngineTraits:
     values = _declared_values(classes[class_name])
     if values is None:
         expected = f"`traits = EngineTraits(...)` in the body of {class_name} in {file}"
-        raise make_error(expected, _LITERAL)
+        raise make_error(expected, _FIX_OF_DECLARATION)
     try:
         return EngineTraits(**values)
     except ValidationError as error:

@@ -90,6 +90,7 @@ class LayerTimes:
         grew with the power 0.3 to 1 of that number, on average 2/3.
         """
         kept_growth = (num_layers / self.kept_layers) ** (2 / 3)
+        # The result is relative to the tensors that exist at once, which grow with the number itself.
         return 1.0 + self.kept_share * kept_growth * self.kept_layers / num_layers
 
 
@@ -163,7 +164,11 @@ class Devices:
 
 
 def count_and_name(text: str) -> tuple[int, str]:
-    """Split `8xH100-80GB` into number and name. Without a number, or in another form, it is 1."""
+    """Split `8xH100-80GB` into number and name.
+
+    The number is 1 if the text has none. A text in another form is returned whole as the name, with
+    the number 1.
+    """
     match = _SPECIFICATION.fullmatch(text.strip())
     if match is None:
         return 1, text

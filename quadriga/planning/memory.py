@@ -256,12 +256,12 @@ def _candidate_moments(sizes: ModelSizes, shape: UpdateShape) -> list[_Moment]:
     moments = []
     if shape.num_shards > 1:
         if sizes.num_layers > 1:
-            # During the backward pass of the last layer but one, whose successor has freed its
+            # During the backward pass of the last layer but one: the last layer has freed its
             # activations, but its gradients are still being summed over the ranks in float32.
             summed = sizes.layer_parameters * 4.0 * (1 + 1 / shape.num_shards)
             work = layer_work + gathered + summed
             if sizes.num_layers == 2 and not shape.is_on_cpu:
-                # That is the first layer, so no further one is gathered.
+                # The last layer but one is the first one here, so no further layer is gathered.
                 work -= sizes.layer_parameters * shape.itemsize
             moments.append(
                 _Moment("the layers' backward pass", kept_bytes - per_layer, work, _LAYER_WORK)
@@ -313,9 +313,9 @@ def _head_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
 
 
 def _statistics_bytes(sizes: ModelSizes, shape: UpdateShape) -> float:
-    """Bytes of the head's statistics: four float32 numbers for each token and part of its rows.
+    """Bytes of the head's statistics: four float32 numbers for each token and each part of the head.
 
-    On an accelerator a part has `_ROWS_PER_PART` rows, on a CPU all of them.
+    A part has `_ROWS_PER_PART` rows of the head on an accelerator, and all rows on a CPU.
     """
     num_parts = 1 if shape.is_on_cpu else -(-sizes.vocabulary // _ROWS_PER_PART)
     return shape.num_predicted * 4.0 * 4 * num_parts

@@ -60,7 +60,7 @@ def _unknown_part(model: PreTrainedModel, layers: list[nn.Module]) -> str:
 
     Args:
         model: the model.
-        layers: its decoder layers, which may have names that are not known.
+        layers: its decoder layers; [] if the model does not call them `layers`.
     """
     if is_vision(model.config):
         return "a vision encoder"

@@ -182,14 +182,14 @@ def _pass_tokens(config: Config, plan: RolePlan, limit: int, num_prompts: int) -
     if not _is_single_turn(config):
         # A rollout may have any number of sequences, so there is no other limit.
         return limit
-    # From here on `num_samples` is the number of responses that may share a prompt, and the other
-    # numbers are those of one rank. In the worst case its sequences are of different prompts.
-    num_samples = config.actor_rollout_ref.rollout.n
-    num_sequences = -(-num_prompts * num_samples // plan.layout.world_size)
+    # Sequences of one rank, and prompts that it computes for them.
+    num_sharing = config.actor_rollout_ref.rollout.n  # responses that may share a prompt
+    num_sequences = -(-num_prompts * num_sharing // plan.layout.world_size)
     if config.actor_rollout_ref.actor.use_prefix_sharing:
+        # In the worst case the sequences of the rank are of different prompts.
         num_prompts = min(num_sequences, num_prompts)
     else:
-        num_samples = 1
+        num_sharing = 1
         num_prompts = num_sequences
     most_tokens = num_prompts * config.data.max_prompt_length + num_sequences * response
     if plan.lengths is None or plan.lengths.response < response:
@@ -199,12 +199,13 @@ def _pass_tokens(config: Config, plan: RolePlan, limit: int, num_prompts: int) -
     # The responses to a prompt stay together if they fit, else they are divided into units of
     # `num_together` and a rest. Micro-batches are as few and as even as possible.
     prompt = round(plan.lengths.prompt)
-    num_together = min(num_samples, (limit - prompt) // response)
+    num_together = min(num_sharing, (limit - prompt) // response)
     unit = prompt + num_together * response
-    num_left = num_samples % num_together
+    num_left = num_sharing % num_together
     if num_left:
-        # A micro-batch may have both kinds. Take the numbers of units and rests that fill it best:
-        # each room is what some number of units leaves of the limit, and is filled with rests.
+        # A micro-batch may have both kinds. For each number of units (the largest first), `rooms` has
+        # the tokens that they leave of the limit. As many rests as fit fill a room, so `room % rest`
+        # tokens stay free. The largest micro-batch has the fewest free tokens.
         rest = prompt + num_left * response
         rooms = range(limit % unit, limit + 1, unit)
         return min(limit - min(room % rest for room in rooms), most_tokens)
@@ -322,7 +323,7 @@ def predict_phases(
             other_bytes[f"{name} at rest"] = _bytes_between_phases(config, other_role, other_plan)
     if has_policy:
         other_bytes["reference"] = _reference_bytes(config, plans[ACTOR])
-    # The same while this role computes: then also what the rollout keeps.
+    # The same in passes and updates, in which the rollout may keep memory on the device, too.
     other_bytes_in_training = dict(other_bytes)
     pools = role_pools(config.trainer, enabled_roles(config))
     # In a pool of its own the rollout takes no memory of the actor's devices.
@@ -497,7 +498,7 @@ def _rollout_bytes_while_training(config: Config, plan: RolePlan, device_bytes: 
         weights = _rollout_weights(config, plan)
         if not rollout.free_cache_engine:
             return weights + _packed_bytes(config, plan)
-        # With `free_cache_engine` its `sleep` frees the copy, but only on an accelerator.
+        # With `free_cache_engine` the engine frees its copy, but only on an accelerator.
         return weights if plan.is_on_cpu else 0.0
     if rollout.free_cache_engine or not _reserves_memory(config):
         return 0.0
@@ -560,7 +561,7 @@ def _packed_bytes(config: Config, plan: RolePlan) -> float:
 
 def cached_token_bytes(plan: RolePlan) -> float:
     """Bytes of a token in the KV cache."""
-    # The cache is in float32 on a CPU.
+    # A key and a value in each layer, on a CPU in float32.
     itemsize = 4 if plan.is_on_cpu else plan.itemsize
     return 2.0 * plan.sizes.num_layers * plan.sizes.keys * itemsize
 

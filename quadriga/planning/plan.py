@@ -65,7 +65,8 @@ class Plan:
     @property
     def largest(self) -> Phase:
         """The phase of a trained role with the highest peak."""
-        # Without an engine on devices of its own: it takes the configured share, which always fits.
+        # Generation on devices of its own is left out: its engine takes the configured share, which
+        # always fits.
         trained = [phase for phase in self.phases if phase.role in self.roles]
         return max(trained, key=lambda phase: phase.total)
 
@@ -122,7 +123,7 @@ def on_devices(config: Config, devices: Devices) -> Config:
         raise ConfigError(
             "--devices",
             got=f"{devices.count} devices",
-            expected=f"up to {_MAX_PER_NODE}, or a number that {num_nodes} machines divide",
+            expected=f"up to {_MAX_PER_NODE}, or a number that {num_nodes} machines can share",
             fix="Name another number.",
         )
     if devices.count > 1:
@@ -285,7 +286,8 @@ def largest_budget(plan: Plan) -> int | None:
     low = -(-_longest_sequence(plan) // _BUDGET_UNIT)
     if not fits(low):
         return None
-    # The numbers from `low` on fit up to some number, and no longer after it.
+    # Budgets fit up to a largest one. `bisect_left` finds the place of the first that does not fit,
+    # which is the number of candidates that fit.
     candidates = range(low, _LARGEST_BUDGET // _BUDGET_UNIT + 1)
     num_fitting = bisect_left(candidates, True, key=lambda num_units: not fits(num_units))
     return (low + num_fitting - 1) * _BUDGET_UNIT
@@ -328,7 +330,7 @@ def find_remedies(plan: Plan) -> Iterator[tuple[str, Plan]]:
     Args:
         plan: a plan of which no layout fits.
 
-    Returns:
+    Yields:
         Description and plan of each change with which a layout fits, in the fastest such layout.
     """
     # Name, configuration and devices of each change. First those of single keys, in the order in

@@ -438,6 +438,7 @@ def _build_trainer(
         reward_model = config.reward_model.model_copy(update={"enable": False})
         config = config.model_copy(update={"reward_model": reward_model})
     seed_generators(config.trainer.seed)
+    # None: the configured reward manager grades. Else the plain class stands in, and is never called.
     parts = Replacements(
         workers={Role.ActorRollout: ReplayWorker},
         reward=None if grades_again else RewardManager,

@@ -137,6 +137,7 @@ class ReplayTrainer(RayPPOTrainer):
             with_routes=policy.actor.router_replay == "rollout",
         )
         if self.filters_groups:
+            # As in the run: learning-rate schedules depend on the predicted number of steps.
             self.predict_length(batch)
         if is_graded and self.until == REWARDS:
             grade(self.reward, batch)

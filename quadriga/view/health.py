@@ -277,9 +277,9 @@ def _find_slow_ranks(metrics: NumbersByStep, rows: NumbersByStep) -> list[Answer
         steps = [step for step in sorted(rows) if rows[step].keys() >= set(names)][-_RANK_WINDOW:]
         if len(steps) < _LEAST_STEPS or len(names) < 2:
             continue
+        # `seconds` is [steps, ranks], `step_s` [steps].
         seconds = np.array([[rows[step][name] for name in names] for step in steps])
         step_s = np.array([metrics.get(step, {}).get("timing_s/step", 0.0) for step in steps])
-        # `seconds` is [steps, ranks].
         for place, name in enumerate(names):
             median_of_others = np.median(np.delete(seconds, place, axis=1), axis=1)
             excess = seconds[:, place] - median_of_others

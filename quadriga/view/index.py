@@ -346,7 +346,8 @@ def _add_means(numbers: dict[str, float], rows: pa.Table) -> None:
         if reward is not None:
             values["reward"].append(reward)
     for column, prefix in (("reward_parts", "part"), ("row", "row")):
-        # Responses to a prompt share their data row, so each text is parsed once.
+        # Responses to a prompt share their data row, so each text is parsed once and counts for all of
+        # them.
         for entry in rows[column].value_counts().to_pylist():
             text = entry["values"]
             if text is None or len(text) > _MAX_JSON_CHARACTERS:

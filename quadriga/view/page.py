@@ -93,6 +93,7 @@ def export(data: ViewData, path: Path, steps: Sequence[int] | None) -> list[str]
             notes.append(str(error))
             continue
         text = _escape_for_script(text)
+        # With room for the quotes, colon and comma around them, and for escaped quotes in the key.
         size = len(text.encode()) + len(key) + 8
         # A smaller answer may still fit.
         if size > num_free_bytes:

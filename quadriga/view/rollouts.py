@@ -126,6 +126,7 @@ def _token_means(rows: pa.Table, num_tokens: np.ndarray) -> dict[str, list[float
     num_generated = row_sums(rows["response_mask"])
     divisor = np.maximum(num_generated, 1)
     means = {"generated": num_generated, "trained": row_sums(trained_column(rows))}
+    # With a null in a row, `flat_values` of the column would have fewer tokens than `mask`.
     if rows["advantages"].null_count == 0:
         means["advantage"] = row_sums(rows["advantages"], mask) / divisor
     # Rows that the update did not compute have no values of the trainer, so `flat_values` of such a

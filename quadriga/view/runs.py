@@ -295,7 +295,7 @@ def nested_values(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
-    """Size and modification time of a file, in nanoseconds. If both are as before, it was not written."""
+    """Size of a file, and modification time in nanoseconds. If one differs, the file was written again."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 

@@ -110,6 +110,12 @@ def test_told(changes: list[str], words: str) -> None:
     assert words in findings(*changes)[1]
 
 
+def test_filters_at_temperature_1_in_training_and_validation() -> None:
+    """vLLM reports the model's own log-probabilities, which are those of validation."""
+    sampling = ["val_kwargs.do_sample=True", "val_kwargs.temperature=1", "val_kwargs.top_p=0.7"]
+    assert "is nan" not in findings("name=vllm", "top_p=0.9", *sampling)[1]
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_environment_without_the_engine(engine: str) -> None:
     """It is told before anything starts."""
