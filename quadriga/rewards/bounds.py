@@ -150,7 +150,7 @@ class _Magnitude:
         if token in ("\\Gamma", "\\gamma"):
             return _factorial(self._of_factor())
         if token == "\\eye":
-            # An identity matrix of n rows has n**2 elements.
+            # An identity matrix of n rows has n**2 elements, each of which counts as a digit.
             return 10 ** min(2 * self._of_factor(), 18.0)
         # A letter, or a sign such as "|", which counts as 1 (log10 is 0).
         if not token.startswith("\\"):
