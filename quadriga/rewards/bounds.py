@@ -57,17 +57,21 @@ def why_ungradable(latex: str) -> str:
 
     depth = 0
     deepest = 0
+    lowest = 0  # negative if there are closing brackets without an opening one, as in "]1, 2["
     for token in tokens:
         if token in "([{":
             depth += 1
         elif token in ")]}":
             depth -= 1
         deepest = max(deepest, depth)
-    if deepest > MAX_NESTING:
+        lowest = min(lowest, depth)
+    if deepest - lowest > MAX_NESTING:
         return f"its brackets are nested more than {MAX_NESTING} deep"
     if sum(token in _OPERATORS for token in tokens) > MAX_OPERATORS:
         return f"it has more than {MAX_OPERATORS} operators"
 
+    # A closing bracket without an opening one would end the sum, and hide what follows.
+    tokens = ["("] * -lowest + tokens
     # The log10 of a number is its number of digits.
     magnitude = _Magnitude(tokens)
     num_digits = magnitude.of_sum()
