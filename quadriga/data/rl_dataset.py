@@ -278,6 +278,7 @@ class RLHFDataset(FileDataset):
         is_plain = type(self).__getitem__ is RLHFDataset.__getitem__
         rows = np.arange(self._file_ends[-1])
         is_sample = 0 <= max_samples < len(rows)
+        # Rows that are not measured keep 0 tokens and no notes.
         measured = np.zeros(len(rows), MEASURED)
         # If overlong rows are left out, all rows are measured, because the sample is drawn from the
         # short rows. Otherwise only the rows of the sample are measured.

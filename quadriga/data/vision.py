@@ -599,6 +599,7 @@ def load_processor(
         DataError: Pillow or the processor's file is missing; there are options for a text-only
             model; or an option has no effect in this model.
     """
+    # The path of a file has no model configuration, and counts as a text-only model.
     model_type = ""
     if not Path(path).is_file():
         # `AutoConfig` would run the code that comes with some models; the dictionary needs none.
@@ -674,7 +675,8 @@ def as_vision(processor: Any) -> VisionProcessor | None:
             got="no image processor",
             expected="a processor from quadriga.data.load_processor, or None",
         )
-    # The rules for videos are not known. Without `frames`, prompts with videos are refused.
+    # The rules for videos are not known. Without `frames`, prompts with videos are refused. `where`
+    # is the name of the model in errors.
     video_token_id = getattr(processor, "video_token_id", None)
     return VisionProcessor(image_processor, processor.image_token_id, video_token_id, where)
 
