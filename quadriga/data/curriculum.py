@@ -241,6 +241,7 @@ class SuccessRateSampler(AbstractCurriculumSampler):
         scores = np.clip(scores, 0, 1)
         # The distinct rows; and for each response, the position of its row among them.
         rows, positions = np.unique(items.astype(np.int64), return_inverse=True)
+        # For each row, the sum of its scores over the number of its responses.
         mean_scores = np.bincount(positions, scores) / np.bincount(positions)
         success = torch.from_numpy(mean_scores)
         # The property gives new rows an entry in `_rates`, which is then updated in place.

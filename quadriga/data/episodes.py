@@ -27,8 +27,8 @@ def with_episodes(config: Config) -> Config:
         config: the configuration. `data.train_files` and `data.val_files` stay as they are if set.
 
     Returns:
-        A copy of the configuration with the missing ones of these two keys filled in. Without an
-        environment (`env.name`) the configuration itself.
+        A copy of the configuration in which these two keys are set; `data.val_files` stays empty if
+        `env.num_val_episodes` is 0. Without an environment (`env.name`) the configuration itself.
     """
     env = config.env
     if env.name is None:

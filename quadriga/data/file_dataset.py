@@ -74,7 +74,7 @@ class FileDataset(Dataset, ABC):
         self._entries: list[int] = []
         if isinstance(data_files, str | Path):
             data_files = [data_files]
-        # No entry becomes one empty name, for which `resolve_files` raises an error.
+        # An empty list becomes one empty name, for which `resolve_files` raises an error.
         names = list(data_files) or [""]
         # All names are resolved before the first file is read, which may take long: a wrong name is
         # reported early.
@@ -89,8 +89,7 @@ class FileDataset(Dataset, ABC):
 
         Args:
             file: a local file.
-            bad_lines: list that the errors of bad lines of JSON are added to. None: the first error
-                is raised.
+            bad_lines: gets an error for each bad line of JSON. None: the first error is raised.
 
         Returns:
             The rows of the file without the bad lines.

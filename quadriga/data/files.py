@@ -245,8 +245,8 @@ def read_table(
     Args:
         path: a local file. Its suffix tells its format.
         cache_dir: keeps the rows of large files, in `rows/` inside it. None: rows are in memory.
-        bad_lines: list that the errors of bad lines of JSON, which are left out, are added to.
-            None: the first error is raised.
+        bad_lines: gets an error for each bad line of JSON; these lines are left out. None: the
+            first error is raised.
         chat_columns: columns with chats and tool schemas. The null fields that Parquet adds to
             structs in them are removed when rows are read.
 
@@ -464,8 +464,12 @@ def _map_cached_rows(
 
     Returns:
         The rows, and the facts that were stored with them.
+
+    Raises:
+        DataError: the cache cannot be written, or `batches` raises it for a bad line.
+        pyarrow.ArrowException: the file is damaged.
     """
-    num_rows = 0
+    num_rows = 0  # rows written so far, for the report of a long wait
     make_directory(entry.parent, where="data.cache_dir")
     # Mode "a" never truncates: the lock's path may be a link that leads to another file.
     with (
@@ -476,6 +480,7 @@ def _map_cached_rows(
         # Another process may have written the entry while this one waited for the lock.
         if entry.is_dir():
             try:
+                # ValueError and TypeError: the JSON of `facts` is damaged, or has other fields.
                 return _open_cache_entry(entry)
             except (pa.ArrowException, OSError, ValueError, TypeError) as error:
                 print(
@@ -558,7 +563,8 @@ def _read_json_texts(path: Path) -> Iterator[tuple[str, bytes]]:
     """Read the text of each row of a JSON file, which has a row per line, or is one list of rows.
 
     Returns:
-        For each row its place, for errors ("line 3", or "row 3" of a list), and its JSON text.
+        For each row its place, for errors, and its JSON text. The place is "line 3", counted from
+        1, or for a list "row 3", counted from 0.
 
     Raises:
         DataError: the file begins as a list, and is not valid JSON.
@@ -628,7 +634,8 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         DataError: a file does not exist, the glob matches nothing, or the store cannot be read.
     """
     is_url = "://" in name
-    # In a URL a question mark starts the query, so it does not make the name a glob.
+    # In a URL a question mark starts the query, so it does not make the name a glob. Nor do the
+    # brackets in the name of a file that exists, such as `data[1].parquet`.
     pattern = name.replace("?", "") if is_url else name
     is_pattern = has_magic(pattern) and not Path(name).exists()
     if name.startswith(("http://", "https://")) and not is_pattern:

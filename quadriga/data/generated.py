@@ -37,8 +37,8 @@ _WHERE = "data.datagen"
 class AbstractDataGenerator(ABC):
     """Base class of generators, which make training rows between steps.
 
-    With `state_dict()` and `load_state_dict(state)` the generator's state is in each checkpoint
-    too.
+    A generator may have `state_dict()` and `load_state_dict(state)`: each checkpoint then saves its
+    state.
 
     Args:
         config: the section `data.datagen`. `config.options` has the values of
@@ -176,7 +176,7 @@ class DynamicGenDataset(Dataset):
         # The name of the file is a hash of the content, so a resumed run finds it there.
         file = write_once(content, Path(self.config.cache_dir).expanduser() / "generated")
         part = self._make_part(str(file))
-        # The trainer may have set it for the parts that existed then.
+        # The trainer sets `columns_entry` once, for the parts that exist then.
         part.columns_entry = self.parts[0].columns_entry
         self.parts.append(part)
         self._ends.append(self._ends[-1] + len(part))

@@ -298,6 +298,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
 def _create_custom_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
     """Create the user's sampler, the class that `data.sampler` names.
 
+    Print a notice if the class has `update` but no `state_dict`.
+
     Raises:
         ConfigError: the class cannot be loaded.
         DataError: the class has `update`, and there are worker processes.

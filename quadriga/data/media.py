@@ -50,6 +50,7 @@ def read_prompt(
         # Without this error, images would be left out, and the model would read "<image>" as text.
         refuse_media(messages, media, config, where=where)
         return messages, [[], []]
+    # `<image>` always stands for an image, but `<video>` is text if `data.video_key` is null.
     messages, images, videos = with_parts(
         messages, media.get("image", ()), media.get("video"), where=prompt_place
     )

@@ -135,7 +135,7 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     Returns:
         Position ids, int64 [..., L].
     """
-    # The result has the type of the mask, which may be bool or float.
+    # The mask may be bool or float, and the result has its type: convert it first.
     mask = mask.to(torch.int64)
     return (mask.cumsum(dim=-1) - 1).clamp(min=0) * mask
 

@@ -132,7 +132,8 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
     source = find_source(value, folder, where, "image", _FORMS)
 
     def decode() -> Any:
-        # Pillow decodes lazily: inside the context, so that errors of damaged files name the row.
+        # Pillow decodes only now. The context turns errors of damaged files into errors that name
+        # the row.
         with _open_picture(source, where) as picture:
             upright = ImageOps.exif_transpose(picture)
             if upright.has_transparency_data:
@@ -228,6 +229,7 @@ def _unreadable_error(error: Exception, source: Any, where: str) -> DataError:
             fix="Make it smaller.",
         )
     if isinstance(error, UnidentifiedImageError):
+        # The format may be one that Pillow recognizes, but that is not among `_FORMATS`.
         name = _format_of(source)
         if name:
             return DataError(
@@ -258,9 +260,10 @@ def _format_of(source: Path | io.BytesIO) -> str:
     else:
         with source.open("rb") as file:
             first_bytes = file.read(16)
-    # For each format, Pillow has a function that reads images and one that recognizes their
-    # beginning.
+    # For each format, Pillow has a function that reads images, and one that recognizes their first
+    # bytes or is None.
     for name, (_, accepts) in Image.OPEN.items():
+        # Some of the functions that recognize a format raise an error for a very short file.
         with suppress(IndexError, struct.error):
             if accepts is not None and accepts(first_bytes):
                 return name

@@ -177,8 +177,8 @@ class PromptMeter:
         columns = [name for name in dict.fromkeys(names) if name in table.columns]
         if table.schema is None or "extra_info" not in columns:
             return columns
-        # `_render` only checks that `extra_info` is a dictionary, as each value of a struct column
-        # is.
+        # `_render` only checks that `extra_info` is a dictionary. Each value of a struct column is
+        # one, so the column need not be read.
         if pa.types.is_struct(table.schema.field("extra_info").type):
             columns.remove("extra_info")
         return columns
@@ -250,8 +250,8 @@ class PromptMeter:
             # Is any name in the text as a word, and not only within a longer word? With `re.ASCII`,
             # letters of other scripts separate words.
             names = "|".join(map(re.escape, tool_names))
-            named = re.search(rf"(?<!\w)(?:{names})(?!\w)", text, re.ASCII)
-            notes |= UNWRITTEN_TOOLS if named else UNNAMED_TOOLS
+            name_as_word = re.search(rf"(?<!\w)(?:{names})(?!\w)", text, re.ASCII)
+            notes |= UNWRITTEN_TOOLS if name_as_word else UNNAMED_TOOLS
         # `crc32` gives the same number in all processes, unlike `hash`. 0 marks bad rows, so it
         # becomes 1.
         order = repr(role_order(messages, has_tools=bool(tools)))
@@ -321,6 +321,7 @@ def prompt_lengths(
         keys,
         meter.limit,
         meter.context.fingerprint(),
+        # The meaning of `notes` in an entry: other versions of this package may have other bits.
         tuple(NOTES),
     )
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
@@ -368,6 +369,7 @@ def _measure_file(table: RowTable, meter: PromptMeter, num_workers: int) -> Meas
         DataError: a process has died, or measuring has failed there.
     """
     all_rows = range(len(table))
+    # Consecutive ranges of `BATCH_ROWS` row numbers; the last one may be shorter.
     batches = [all_rows[start : start + BATCH_ROWS] for start in all_rows[::BATCH_ROWS]]
     # More processes than batches would have nothing to do.
     num_workers = min(num_workers, len(batches))

@@ -184,6 +184,8 @@ class RLHFDataset(FileDataset):
         extra = row.get("extra_info") or {}
         row["index"] = extra.get("index")
         if row["index"] is None:
+            # `number` counts over all files, whose tables begin at row 0. Only the block of a
+            # stream, which is a single table, begins at a later row.
             row["index"] = table.first + number
         row["item"] = item
         row["source_row"] = where
@@ -276,6 +278,7 @@ class RLHFDataset(FileDataset):
         is_plain = type(self).__getitem__ is RLHFDataset.__getitem__
         rows = np.arange(self._file_ends[-1])
         is_sample = 0 <= max_samples < len(rows)
+        # Rows that are not measured keep 0 tokens and no notes.
         measured = np.zeros(len(rows), MEASURED)
         # If overlong rows are left out, all rows are measured, because the sample is drawn from the
         # short rows. Otherwise only the rows of the sample are measured.
@@ -295,6 +298,7 @@ class RLHFDataset(FileDataset):
 
         # Printed before the error that no row is left: it lists the errors of the bad rows.
         self._print_summary(measured[rows])
+        # With `max_samples=0` no row was asked for.
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(
                 self._key,
@@ -302,6 +306,7 @@ class RLHFDataset(FileDataset):
                 expected="at least one good row",
                 fix="Correct the rows.",
             )
+        # Not for the block of a stream and generated rows, which are only some of the run's rows.
         if not self.may_be_empty:
             self._require_named_tools(measured[rows]["notes"])
         if measures_all or measures_sample:

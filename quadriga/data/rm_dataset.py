@@ -42,7 +42,8 @@ class RMDataset(TokenizedRows[TokenizedPair]):
     sequence. Arguments as for `TokenizedRows`.
 
     Raises:
-        DataError: also for a pair of equal responses, from which nothing can be learned.
+        DataError: as for `TokenizedRows`. A pair of equal responses is a bad row, too: nothing can
+            be learned from it.
     """
 
     columns = ("chosen_key", "rejected_key")

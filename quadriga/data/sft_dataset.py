@@ -204,6 +204,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         if not missing_columns:
             return
         fix = f"Name its columns with {', '.join(keys_by_column.values())}"
+        # Preference pairs have a single form, so `data.format` is not for them.
         if "chosen_key" not in self.columns:
             fix += ", or set data.format to the form of its rows"
         raise DataError(
@@ -315,7 +316,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all tokens, and for rows with images or videos of their file and number."""
+        """Hash of all tokens; for a row with images or videos, also of its file and row number."""
         digest = hashlib.sha256()
         for *arrays, media in self.rows:
             for values in arrays:
@@ -403,6 +404,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         """
         media = media_of(row, self.config)
         if self.processor is not None:
+            # `<image>` always stands for an image, but `<video>` is text if `data.video_key` is null.
             return with_parts(chat, media.get("image", ()), media.get("video"), where=where)
         # Texts are not checked for tags: `<image>` may be HTML that the model is to write.
         chat_without_texts = [

@@ -53,13 +53,17 @@ class _RowBlock(RLHFDataset):
         Args:
             table: the rows of the block.
             bad_lines: errors of the bad lines of JSON in the block, which are printed.
+
+        Raises:
+            DataError: the block has a column that no file has in its first block, or a row is bad
+                and `data.on_bad_row` is `error`.
         """
         # All rows of a batch need the same columns, which are those of the first blocks.
         new_columns = sorted({*table.columns}.difference(self._columns))
         if new_columns:
             raise DataError(
                 str(table.path),
-                got=f"the column {new_columns[0]!r} behind row {table.first}",
+                got=f"the new column {new_columns[0]!r} at or after row {table.first}",
                 expected="columns that the first rows of the files have",
                 fix="Give the first row of the file all columns, with null where it has no value.",
             )

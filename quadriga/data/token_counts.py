@@ -152,7 +152,8 @@ class TokenCounter:
         num_pieces = np.bincount(owners[is_counted], minlength=len(texts))
         bounds = np.stack([num_pieces, [_max_num_tokens(text) for text in texts]], axis=1)
         if limit is not None:
-            # Texts with more pieces than that are surely over the limit: leave their pieces out.
+            # A text with more pieces than `limit` is surely over it. Its first bounds say so, so its
+            # pieces are left out from here on.
             is_counted &= (num_pieces <= limit)[owners]
         owners = owners[is_counted]
         # For each counted piece its position in `pieces`, which has each distinct piece once.
@@ -215,9 +216,10 @@ class TokenCounter:
         assert self.cut_table is not None
         characters = np.frombuffer(together, dtype=np.uint8)
         byte_pairs = characters[:-1].astype(np.uint16) << 8 | characters[1:]
-        # `marks[i]` says whether to cut between the bytes `i` and `i + 1`, and before the byte `i`.
+        # `marks[i]` says whether to cut between the bytes `i` and `i + 1`, so that a piece starts at
+        # `i + 1`, and whether to cut before the byte `i`, so that one starts at `i`.
         marks = self.cut_table[byte_pairs]
-        # One entry for each position, and one for the end.
+        # One entry for each position, and one for the end. `marks` has two entries fewer.
         is_start = np.zeros(len(characters) + 1, dtype=bool)
         is_start[1:-1] = marks & _BETWEEN
         is_start[:-2] |= marks >= _BEFORE
@@ -227,7 +229,7 @@ class TokenCounter:
             if token:
                 is_start[start + 1 : token.end()] = False
                 # A space before a special token belongs to the white space there, because no word
-                # follows: do not cut before the space.
+                # follows: do not cut before the space. Slices, because at `start` 0 there is none.
                 is_start[start - 1 : start] &= together[start - 1 : start] != b" "
         # A piece begins with each text, and one with each separator.
         is_start[0] = True
@@ -279,6 +281,7 @@ def find_cuts(description: Mapping[str, Any]) -> np.ndarray | None:
     # These two alternatives split a run of white space before its last space, if a word follows:
     # the space then belongs to the word. A text may be cut before that space if the conditions
     # below hold too.
+    # They are also missing if the expression is empty or not understood.
     if not texts >= {(_ALL_BUT_LAST_SPACE,), (_SPACE_RUN,)}:
         return None
     # A match must have a space only as its first character, unless it is white space alone.
@@ -317,7 +320,7 @@ def _splitting_pattern(description: Mapping[str, Any]) -> str:
     if model.get("type") != "BPE" or model.get("dropout"):
         return ""
     # NFC never joins an ASCII character with the character before it, so it allows cuts before
-    # ASCII.
+    # ASCII. A tokenizer without a normalizer allows them too, and is treated like one with NFC.
     normalizer = description.get("normalizer") or {"type": "NFC"}
     steps = normalizer.get("normalizers", [normalizer])
     if any(step["type"] != "NFC" for step in steps):
@@ -435,7 +438,7 @@ def _held_together_pairs(alternatives: list[list[_RegexPart]]) -> np.ndarray:
     is_surely_matched = np.zeros(128, dtype=bool)
     for parts in alternatives:
         for number, part in enumerate(parts):
-            # Take it that any later part may follow directly, because the parts between may be
+            # Assume that any later part may follow directly, because the parts between may be
             # optional. A repeated part may also follow itself.
             following = parts[number if part.is_repeated else number + 1 :]
             if following:

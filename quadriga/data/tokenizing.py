@@ -391,24 +391,24 @@ class ChatEncoder:
             # If nearly every chat had a new order, checking all would double the time of the start.
             if len(self._omitted_pairs) >= MAX_ROLE_ORDERS:
                 return
-            self._omitted_pairs[order] = self._find_omitted_message(messages, options, text)
-        missing_pair = self._omitted_pairs[order]
-        if missing_pair is None:
+            self._omitted_pairs[order] = self._find_omitted_pair(messages, options, text)
+        omitted_pair = self._omitted_pairs[order]
+        if omitted_pair is None:
             return
         # Chats of one role order have the same pairs, so this chat has the pair too.
-        number = _first_message_of_pairs(messages)[missing_pair]
-        missing_role = missing_pair[1]
+        number = _first_message_of_pairs(messages)[omitted_pair]
+        omitted_role = omitted_pair[1]
         raise DataError(
             f"{where}, message {number}",
-            got=f"the role {missing_role!r}, whose messages the chat template leaves out",
+            got=f"the role {omitted_role!r}, whose messages the chat template leaves out",
             expected="a role that the chat template writes",
             fix=f"Correct the row, or set {_TEMPLATE_KEY} to a template that writes them.",
         )
 
-    def _find_omitted_message(
+    def _find_omitted_pair(
         self, messages: Messages, options: Mapping[str, Any], text: str
     ) -> tuple[str, str] | None:
-        """Find a message that the template leaves out.
+        """Find a message that the template leaves out, by its role and the role before it.
 
         The template writes a message if a change of the message changes the text of the chat.
 
@@ -418,8 +418,8 @@ class ChatEncoder:
             text: the rendered chat.
 
         Returns:
-            The roles of the message before it and of the message itself. None: all messages are
-            written.
+            The role of the message before it, "" for the first message, and its own role. None: all
+            messages are written.
         """
         for pair, number in _first_message_of_pairs(messages).items():
             message = messages[number]

@@ -220,6 +220,7 @@ class FrameRules:
             min_frames=settings.get("min_frames") or _MIN_FRAMES,
             max_frames=settings.get("max_frames") or _MAX_FRAMES,
         )
+        # The options have the names of attributes, such as `max_frames`.
         return replace(rules, **options)
 
     def clip(self, video: Video, *, where: str) -> Clip:
@@ -368,6 +369,7 @@ class FrameRules:
         count = int(min(target, max_count) // size * size)
         if not count:  # fewer frames than a patch has
             return list(range(num_frames))
+        # Computed by torch, as in transformers. Rounding may add a number at the end, which is cut.
         return torch.arange(0, num_frames, num_frames / count).int().tolist()[:count]
 
     def _resized_size(
@@ -495,9 +497,7 @@ def open_video(value: Any, *, folder: Path, where: str) -> Video:
             )
         value = fields[names[0]]
     if fps is not None and not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
-        raise DataError(
-            where, got=f"fps {shortened(fps)}", expected="frames for each second, above 0"
-        )
+        raise DataError(where, got=f"fps {shortened(fps)}", expected="frames per second, above 0")
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return _video_of_list(list(value), fps, folder, where)
     if isinstance(value, np.ndarray | torch.Tensor):
@@ -590,6 +590,7 @@ def _video_of_file(source: Path | io.BytesIO, where: str) -> Video:
         # The header may leave out the number of frames. Packets can be counted without decoding.
         count = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
         fps = float(stream.average_rate or stream.guessed_rate or 0)
+    # Opened again, because counting the packets may have read the file to its end.
     with _open_container(source, where) as (container, stream):
         # Decode a frame, because a header may promise frames that are not there.
         first_frame = next(container.decode(stream), None)
@@ -643,7 +644,7 @@ def _decode_frames(
         position = -1  # number of the frame that was decoded last
         for index in indices:
             # The frame at which decoding would begin after a seek: the last key frame up to
-            # `index`.
+            # `index`, or the first key frame if it comes later.
             seek_position = index - _KEY_FRAME_DISTANCE_S * fps
             if key_frames:
                 seek_position = key_frames[max(bisect_right(key_frames, index), 1) - 1]
@@ -660,7 +661,8 @@ def _decode_frames(
                 position += 1
                 if frame.pts is not None:
                     position = round((frame.pts - start) * unit * fps)
-            # At the end of a file, numbers from rounded time stamps may be off by up to a second.
+            # At the end of a file, numbers from rounded time stamps may be off by up to a second:
+            # its last frame then stands in for the frame `index`.
             if frame is None or position < index - fps:
                 raise DataError(
                     where,

@@ -358,9 +358,9 @@ class VisionProcessor:
     ) -> DataError:
         """Make the error for a prompt with images or videos that is longer than `limit` tokens."""
         got = f"{len(expanded_ids)} tokens"
-        # The numbers tell users whether shorter texts or smaller images would help.
+        # The counts tell users whether shorter texts or smaller images would help.
         kinds = self._media_kinds(expanded_ids)
-        # The numbers by which `_media_kinds` denotes them.
+        # `_media_kinds` has 1 for a token of an image, and 2 for a token of a video.
         for name, kind in (("images", 1), ("videos", 2)):
             count = kinds.count(kind)
             if count:
@@ -543,6 +543,7 @@ class VisionProcessor:
             first, last = self.video_bounds
             is_inside = np.cumsum(tokens == first) > np.cumsum(tokens == last)
             is_video = is_image & is_inside
+        # `is_image` becomes 1 or 0.
         return np.where(is_video, 2, is_image).tolist()
 
     def _grids_of_video_runs(
@@ -566,6 +567,8 @@ class VisionProcessor:
                 for _ in range(int(time)):
                     yield frame_grid, 1.0
             elif self.tokens_per_second is None or seconds is None:
+                # Without `seconds`, patches count as one second apart along time. Without
+                # `tokens_per_second`, there is one position for each of them.
                 yield grid, self.tokens_per_second or 1.0
             else:
                 yield grid, self.tokens_per_second * seconds[number]
@@ -596,6 +599,7 @@ def load_processor(
         DataError: Pillow or the processor's file is missing; there are options for a text-only
             model; or an option has no effect in this model.
     """
+    # The path of a file has no model configuration, and counts as a text-only model.
     model_type = ""
     if not Path(path).is_file():
         # `AutoConfig` would run the code that comes with some models; the dictionary needs none.
@@ -671,7 +675,8 @@ def as_vision(processor: Any) -> VisionProcessor | None:
             got="no image processor",
             expected="a processor from quadriga.data.load_processor, or None",
         )
-    # The rules for videos are not known. Without `frames`, prompts with videos are refused.
+    # The rules for videos are not known. Without `frames`, prompts with videos are refused. `where`
+    # is the name of the model in errors.
     video_token_id = getattr(processor, "video_token_id", None)
     return VisionProcessor(image_processor, processor.image_token_id, video_token_id, where)
 

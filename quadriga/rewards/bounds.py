@@ -57,17 +57,21 @@ def why_ungradable(latex: str) -> str:
 
     depth = 0
     deepest = 0
+    lowest = 0  # negative if there are closing brackets without an opening one, as in "]1, 2["
     for token in tokens:
         if token in "([{":
             depth += 1
         elif token in ")]}":
             depth -= 1
         deepest = max(deepest, depth)
-    if deepest > MAX_NESTING:
+        lowest = min(lowest, depth)
+    if deepest - lowest > MAX_NESTING:
         return f"its brackets are nested more than {MAX_NESTING} deep"
     if sum(token in _OPERATORS for token in tokens) > MAX_OPERATORS:
         return f"it has more than {MAX_OPERATORS} operators"
 
+    # A closing bracket without an opening one would end the sum, and hide what follows.
+    tokens = ["("] * -lowest + tokens
     # The log10 of a number is its number of digits.
     magnitude = _Magnitude(tokens)
     num_digits = magnitude.of_sum()
@@ -150,7 +154,7 @@ class _Magnitude:
         if token in ("\\Gamma", "\\gamma"):
             return _factorial(self._of_factor())
         if token == "\\eye":
-            # An identity matrix of n rows has n**2 elements.
+            # An identity matrix of n rows has n**2 elements, each of which counts as a digit.
             return 10 ** min(2 * self._of_factor(), 18.0)
         # A letter, or a sign such as "|", which counts as 1 (log10 is 0).
         if not token.startswith("\\"):

@@ -387,10 +387,11 @@ class GradingPool(AbstractContextManager["GradingPool"]):
     def _requeue_calls(
         self, process: GradingProcess, under_way: dict[int, _GradingCall], fatal: Outcome | None
     ) -> None:
-        """Put calls without an outcome back in the queue, except one that has ended the process.
+        """Put calls without an outcome back in the queue, except a call that has ended the process.
 
-        The outcome of the latter, `fatal`, is recorded. But a response that a built-in grader could
-        not grade within the CPU limit is graded once more, as an empty response.
+        The outcome of that call, `fatal`, is recorded. There are two exceptions, in which the call
+        is repeated: it may have been any of several concurrent calls; or a built-in grader exceeded
+        the CPU limit, and then grades an empty response instead.
 
         Args:
             process: the process, which may have ended.
@@ -450,6 +451,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                         new_calls[number] = call._replace(sent_at=time.monotonic())
                         chunk.append((number, call.round.timeout_s, call.arguments))
         if chunk:
+            # The type allows None, but rounds that are graded in processes have a time limit.
             timeout_s = min(timeout_s or LOADING_LIMIT_S for _, timeout_s, _ in chunk)
             process.send(chunk, is_idle=not under_way, timeout_s=timeout_s)
             under_way |= new_calls

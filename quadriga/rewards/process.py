@@ -303,6 +303,8 @@ class GradingProcess:
     def _outcome_of_end(self) -> Outcome:
         """Stop a process that has ended, and make the outcome of the sample that it was grading.
 
+        The outcome is "skipped" if no sample is to blame for the end.
+
         Raises:
             RewardError: the process ended before it had loaded the score function.
         """

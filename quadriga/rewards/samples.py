@@ -471,6 +471,6 @@ def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_ra
             "reward",
             got=summary,
             expected=f"at most {max_error_rate:.0%} (reward_model.max_error_rate)",
-            fix=cause,
+            fix=cause,  # the traceback of the first failure says what to correct
         )
     logger.warning("%s and count as 0. %s", summary, cause)

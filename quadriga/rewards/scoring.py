@@ -285,14 +285,16 @@ class ScoreFunction:
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            # The function does not take this package's names. It may take TRL's names; or data
-            # source, response and truth, where only the name of the second is another one.
+            # The function does not take this package's names. It may take TRL's names. Or it takes
+            # data source, response and truth, and only the second has another name, as in
+            # `f(data_source, answer, ground_truth)`.
             names = list(signature.parameters)
             takes_positions = names[:1] == ["data_source"] and names[2:] == ["ground_truth"]
             if not takes_positions and not BY_NAME_ONLY.isdisjoint(names):
                 part = NamedReward(loaded, self.name)
                 if self.is_batch:
                     return BatchReward([part])
+                # A function that grades batches needs the manager `batch`: the error below says so.
                 if not part.is_batch:
                     return ItemReward([part])
             if self.is_batch or not takes_positions:

@@ -149,6 +149,7 @@ def run_cases(
     require_containment()
     deadline = time.monotonic() + total_s
     # The program may import what is in the interpreter's own folders, but no other code of the run.
+    # A prefix "/" would make every file readable.
     prefixes = sorted({sys.prefix, sys.base_prefix} - {"/"})
     inside_prefix = tuple(f"{prefix}{os.sep}" for prefix in prefixes)
     command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", COMMAND, _PACKAGE_FOLDER, *sys.path]

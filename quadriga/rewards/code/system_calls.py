@@ -330,7 +330,7 @@ def _instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0
     """Encode a BPF instruction in 8 bytes.
 
     Args:
-        operation: what the instruction does.
+        operation: code of the operation, such as `_LOAD`.
         value: operand of the operation.
         if_true: for a conditional jump, the number of instructions to skip if the condition holds.
         if_false: the number of instructions to skip if it does not hold.

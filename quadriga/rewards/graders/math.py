@@ -79,6 +79,7 @@ def compute_score(
     result: dict[str, Any] = {"score": 0.0, "pred": None, "ungradable": ""}
     try:
         with _limited_grading():
+            # Readings of the one answer: an expression and its text, or several of each.
             answers = _parse(text)
             # "pred", for majority voting, is the value of a number, and any other answer as the
             # response writes it: to evaluate an expression such as 9^{9^9} might never end.

@@ -245,7 +245,7 @@ class DapoRewardManager(NaiveRewardManager):
     """Grades each sample on its own, with a soft penalty for over-long responses.
 
     arXiv:2503.14476, eq. 13. There is no penalty up to `max_resp_len - len` tokens. From there the
-    reward falls linearly, by `penalty_factor` at `max_resp_len`:
+    reward falls linearly, by `penalty_factor` at `max_resp_len`. For a response of `length` tokens:
 
         reward = score + min(0, (max_resp_len - len - length) / len * penalty_factor)
 

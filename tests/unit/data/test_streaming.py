@@ -124,7 +124,9 @@ def test_what_cannot_be_gone_on_with_is_refused(loader, files, write, row) -> No
     with pytest.raises(DataError, match="a pass over the files without a row that can be used"):
         next(iter(loader(long)))
     late = str(write("late.jsonl", [*([row()] * SIZE), row(more=1)]))
-    with pytest.raises(DataError, match=r"late\.jsonl: got the column 'more' behind row 4"):
+    with pytest.raises(
+        DataError, match=r"late\.jsonl: got the new column 'more' at or after row 4"
+    ):
         taken(loader(late), 3)
     with pytest.raises(DataError, match=r"empty\.jsonl: got no rows"):
         loader(str(write("empty.jsonl", [])))

@@ -323,7 +323,7 @@ BAD = [
     ),
     (["none.png"], ", frame 0: got the image 'none.png', which is not there"),
     (["a.png", "b.png"], "got frames of 2 sizes, such as 8 by 8 and 16 by 16"),
-    ({"frames": ["a.png"], "fps": 0}, "got fps 0, expected frames for each second, above 0"),
+    ({"frames": ["a.png"], "fps": 0}, "got fps 0, expected frames per second, above 0"),
     ({"video": "a.mp4", "nframes": 3}, "got a video with video, nframes, expected a path"),
     ({"video": "a.png", "fps": 3}, "got fps beside a file"),
     ("../a.mp4", "which leads out of its folder"),
