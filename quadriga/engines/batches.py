@@ -44,9 +44,8 @@ class MicroBatching:
 class Passes:
     """Division of a batch into optimizer steps, and the number of passes over it."""
 
-    mini_batch_size: (
-        int  # rollouts of an optimizer step, over all ranks; the last of a pass may have fewer
-    )
+    # Rollouts of an optimizer step, over all ranks. The last step of a pass may have fewer.
+    mini_batch_size: int
     num_epochs: int  # passes over the batch
     micro: MicroBatching
     shuffle_seed: int | None = None  # shuffles rows before each pass; None keeps their order

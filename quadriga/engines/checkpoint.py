@@ -403,7 +403,8 @@ class StateCopier:
                     self._chunks.append((end, _local_tensor(state[item.index.fqn])))
                 data = item.tensor_data
                 size = data.chunk.sizes.numel() * data.properties.dtype.itemsize
-                # Rounded up, so that every chunk starts at an aligned address.
+                # Rounded up to a multiple of the header's size, so that every chunk starts at an
+                # aligned address.
                 end += -(-size // SLOT_HEADER_BYTES) * SLOT_HEADER_BYTES
             self.plan.slot_bytes.append(end)
 

@@ -134,14 +134,15 @@ def policy_loss_of(
 
     Args:
         config: the actor's section.
-        correction: the rollout correction. With its `bypass_mode`, the loss is the bypass form.
+        correction: the rollout correction. With its `bypass_mode`, the loss is `bypass_mode`, which
+            compares the policy with the one that sampled instead of with old log-probs.
 
     Returns:
         The loss, from columns [b, T] to losses [b, T].
 
     Raises:
         ConfigError: the loss or an option is unknown, the loss refuses the value of an option,
-            another loss is chosen besides the bypass form, or a loss returns no losses per token.
+            another loss is chosen besides `bypass_mode`, or a loss returns no losses per token.
     """
     name = config.policy_loss.loss_mode
     # Options without a default take the value of the actor's key of the same name.
@@ -179,6 +180,7 @@ def _try_loss(loss: Algorithm) -> None:
     """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     fields = {}
+    # Without the columns that `compute_columns` adds below.
     input_names = {*loss.fields, *loss.column_fields} - loss.columns.keys()
     for name in input_names:
         # `FIELDS` lists columns of a batch. The log-probs of a loss have the shape of this column.
@@ -252,7 +254,10 @@ class PolicyObjective(Objective):
         self._loss_fields = set(self.policy_loss.fields) - {"log_prob"}
 
     def _require_advantages(self) -> None:
-        """Check that the loss reads the advantage of each token, from which a teacher subtracts."""
+        """Check that the loss reads `advantages`, from which the teacher's divergence is subtracted.
+
+        Columns that the loss computes from the whole batch would not see this subtraction.
+        """
         if self.policy_loss.columns or "advantages" not in self.policy_loss.fields:
             raise ConfigError(
                 _LOSS_MODE,
@@ -307,7 +312,8 @@ class PolicyObjective(Objective):
         if not self.policy_loss.columns:
             return
         columns = dict(data.batch.items())
-        # Without a pass for old log-probs, the rollout's log-probs come from the same policy.
+        # Without a pass for old log-probs, the rollout's log-probs come from the same policy. If
+        # the batch has both, the later name wins.
         for name in ("rollout_log_probs", "old_log_probs"):
             if name in columns:
                 columns["old_log_prob"] = columns[name]
@@ -543,6 +549,7 @@ class ScoreObjective(Objective):
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
-        # Only the gradient of the result has a meaning, not its value.
+        # Only the gradient of the result has a meaning, not its value. The mask selects the token
+        # at which a row is scored.
         scores = (outputs["scores"] * rows.batch["response_mask"]).sum(-1)
         return (rows.batch[SCORE_SLOPE] * scores).sum(), {}

@@ -69,7 +69,8 @@ class PackingRules:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "PackingRules":
         """Find the rules for a model."""
-        # Infinite if positions never depend on the length of the row.
+        # Infinite if positions never depend on the length of the row. With 0, every row is computed
+        # alone.
         limit = length_limit(model.config) or math.inf
         return cls(ImageTokens.of(model.config), limit if is_packed(model) else 0)
 
@@ -277,7 +278,7 @@ def pack(
 
     return PackedBatch(
         input_ids=join(sequence.input_ids)[None],
-        position_ids=join(sequence.positions).unsqueeze(-2),
+        position_ids=join(sequence.positions).unsqueeze(-2),  # [1, N] or [3, 1, N]
         segments=tuple(sequence.segments),
         predictors=join(predictors),
         host_predictors=np.concatenate(predictors),

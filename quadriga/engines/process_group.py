@@ -97,6 +97,7 @@ class ProcessGroup:
             return
         with detect_lost_peer(self._name_activity("the sum of gradients")):
             nbytes = attrgetter("nbytes")
+            # Each bucket is a list of tensors.
             for bucket in buckets(tensors, nbytes, BUCKET_BYTES, lambda tensor, _: tensor):
                 # A tensor that fills a bucket alone is summed in place, without a copy.
                 if len(bucket) == 1 and bucket[0].is_contiguous():

@@ -94,8 +94,9 @@ def infer(
             routed_experts [B, P + T, L, k] if the batch has it.
         micro: division into micro-batches.
         temperature: sampling temperature, which divides the logits.
-        with_entropy: return `entropy`.
-        with_sum_pi_squared: return `sum_pi_squared`.
+        with_entropy: return `entropy`, in nats.
+        with_sum_pi_squared: return `sum_pi_squared`, the sum of squared probabilities over the
+            vocabulary.
         with_routes: return `routed_experts`, the experts of each token.
         top_k: return the likeliest k tokens at each position, `top_ids` int32 [B, T, k], and their
             `top_log_probs` [B, T, k].
@@ -300,8 +301,8 @@ class _Updater:
         )
         num_rollouts = num_sequences
         if rollout_num_tokens is not None:
-            # A rollout may have rows on several ranks. Each rank counts the part of the rollout
-            # that its rows are, so the sum is a whole number.
+            # A rollout may have rows on several ranks, each of which counts a fraction of it. The
+            # fractions add up to whole numbers, apart from rounding errors.
             num_rollouts = round(math.fsum(replicas.gather(local_counts.num_rollouts)))
         counts = LossCounts(num_tokens, num_sequences, num_rollouts, num_echo_tokens)
 
@@ -319,11 +320,12 @@ class _Updater:
                         computed_indices[loss.row_numbers], loss.packed, loss.outputs
                     )
         micro_metrics = [loss.metrics for loss in losses]
+        # No rank has computed a row.
         if num_computed == 0:
             micro_metrics = self._sample_metrics(mini_batch, positions, counts, routing)
         router_metrics = {} if routing is None else _router_metrics(engine, routing)
-        # Only after the sample was computed: the step changes the weights even without a gradient,
-        # by momentum.
+        # After the sample is computed, because momentum changes the weights even without a
+        # gradient.
         result = engine.optimizer_step(lr)
 
         shares = {}
@@ -346,6 +348,7 @@ class _Updater:
         # in the whole mini-batch. In float16 it includes the loss scale, as in other losses.
         num_tokens = max(counts.batch_num_tokens + counts.num_echo_tokens, 1)
         token_weight = float(self.engine.optimizer.loss_scale[0]) / num_tokens
+        # The load-balancing loss is averaged over layers, the z-loss is summed over them.
         return Routing(
             loss_weight=self.objective.router_aux_loss_coef / routers.count * token_weight,
             z_weight=self.objective.router_z_loss_coef * token_weight,
@@ -463,7 +466,7 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
 
     Args:
         engine: the model.
-        routing: counters of this rank, which become those of all ranks.
+        routing: counters of this rank; changed in place to the sums over all ranks.
 
     Returns:
         Largest and smallest load of an expert in any layer, as a multiple of the mean load; the

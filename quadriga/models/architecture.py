@@ -207,7 +207,7 @@ def way_of(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Way:
                 trial = _Trial(small_config(config, width=_WIDTH), trust_remote_code)
                 _ways[key] = trial.choose_way()
             except EngineError:
-                # Some architectures do not work with a smaller hidden size. Try again without.
+                # Some architectures work only with their configured hidden size. Keep it.
                 _ways[key] = _Trial(small_config(config), trust_remote_code).choose_way()
     return _ways[key]
 
@@ -362,6 +362,7 @@ class _Trial:
             expected = transformers_log_probs(model, self.rows)
             computed = self.log_probs_of_rows(model)
         except Exception as error:
+            # Code of an architecture, which may come with the model, can raise anything.
             raise EngineError(
                 f"model {self.name}",
                 got=first_line(error),

@@ -142,6 +142,7 @@ def _group_sources(
     # In natural order (2 before 10): the experts of a layer are stacked in the order of sources.
     groups = {}
     for name in sorted(files.shapes, key=dot_natural_key):
+        # The pattern is that of a converter; None if no converter takes this name.
         target, pattern = rename_source_key(
             name, renamings, converters, prefix, module_weights, reverse=to_files
         )

@@ -165,7 +165,8 @@ class Attention(nn.Module):
 class Router(TopKRouter):
     """Megatron's router, with replay, and with torch's matrix product on any device."""
 
-    tokens: RoutedTokens | None = None  # tokens of the current call of its layer
+    # Tokens of the current call of its layer. None: choices are neither replayed nor recorded.
+    tokens: RoutedTokens | None = None
 
     def store_tokens(self, layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
         """Hook of the layer: set `tokens`, also when the layer is recomputed for gradients.
@@ -234,6 +235,7 @@ class Experts(nn.Module):
         width = config.moe_ffn_hidden_size
         size = config.hidden_size
         options: dict[str, Any] = {
+            # On a CPU, `megatron_context` makes this call return the CPU.
             "device": torch.cuda.current_device(),
             "dtype": config.params_dtype,
         }

@@ -90,6 +90,7 @@ class SharedTokens(Sharing):
             # All ranks of a tp group score the group's tokens, each with its part of the head.
             hidden = Collective.apply(hidden, self.processes.group("tp"), all_gather)
             start, size = self._tokens_of_sp_rank(batch)
+        # With a sharded head, the ranks of a tp group already have equal outputs.
         groups = self._groups(with_tp=not has_sharded_head)
         if not groups:
             return super().select_predictors(hidden, batch, has_sharded_head=has_sharded_head)
@@ -179,7 +180,8 @@ class UlyssesAttention:
         num_copies = self.size // math.gcd(key.shape[1], self.size)
         queries_per_head = query.shape[1] // key.shape[1]
         if queries_per_head % num_copies:
-            # The queries of a head cannot be divided over its copies: make a copy for each query.
+            # The query heads of a key-value head cannot be divided evenly over that many copies:
+            # make a copy for each query head.
             num_copies = queries_per_head
         if num_copies > 1:
             key = key.repeat_interleave(num_copies, 1)
