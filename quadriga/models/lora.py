@@ -48,7 +48,7 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
         EngineError: the adapter matches no module, or a module that cannot have an adapter.
         ConfigError: PEFT is missing, or the adapter to start from is of another kind than LoRA.
     """
-    # Found before PEFT adds factors, which are on "meta" until the loop below.
+    # Ask before PEFT adds factors, which are on "meta" until the loop below.
     device = next(model.parameters()).device
     _inject_factors(model, adapter_shape(section))
     parameters = model.named_parameters()

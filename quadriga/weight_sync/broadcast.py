@@ -283,7 +283,7 @@ class WeightReceiver(CopiedWeights):
 
     Args:
         address: the sender's address.
-        rank: one of its `ranks`.
+        rank: rank of this process in the rollout's worker group, one of `address.ranks`.
         device: device on which buckets are received.
     """
 

@@ -30,8 +30,8 @@ class WeightTarget(Protocol):
 
         Args:
             weights: names and tensors [...]. A tensor's memory is reused when the iterator
-                continues, so tensors must be copied. An engine with `has_frozen_weights` may
-                receive only the matrices of an adapter, which complete the weights that it has.
+                continues, so tensors must be copied. An engine that still has the frozen weights
+                below an adapter (`has_frozen_weights`) may receive the adapter's matrices alone.
             version: version of the weights.
         """
 

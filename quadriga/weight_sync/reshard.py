@@ -252,6 +252,7 @@ class ReshardedWeights:
         # All ranks make the same plan from the same data; each keeps only its own moves.
         itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
         buckets, self.num_sliced = plan(held_boxes, wanted_boxes, itemsizes, self.bucket_bytes)
+        # A bucket without any is kept, too, because all ranks exchange every bucket together.
         for bucket in buckets:
             moves = [move for move in bucket if self.rank in (move.sender, move.receiver)]
             self._buckets.append(moves)
@@ -470,6 +471,7 @@ class ReshardedWeights:
         return values
 
     def _name_activity(self, activity: str) -> str:
+        """Say which rank waits for what, for the error of a lost peer."""
         return f"weight sync, rank {self.rank} of {self.size}, in {activity}"
 
 
