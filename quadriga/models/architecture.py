@@ -212,9 +212,17 @@ def way_of(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Way:
     return _ways[key]
 
 
-def choose_attention(model: PreTrainedModel) -> None:
-    """Set transformers' attention in a model that, by its trial, cannot compute packed rows."""
-    way = way_of(model.config)
+def choose_attention(model: PreTrainedModel, *, trust_remote_code: bool = False) -> None:
+    """Set transformers' attention in a model that, by its trial, cannot compute packed rows.
+
+    Args:
+        model: model with the attention `ATTENTION_NAME`, changed in place.
+        trust_remote_code: whether code that ships with the model may run.
+
+    Raises:
+        EngineError: the model cannot be computed; see `way_of`.
+    """
+    way = way_of(model.config, trust_remote_code=trust_remote_code)
     if way.attention != ATTENTION_NAME:
         model.set_attn_implementation(way.attention)
 
