@@ -267,6 +267,11 @@ class PolicyObjective(Objective):
             )
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
+        """Names of columns [B, ...] that the loss reads; optional ones if this batch has them.
+
+        Raises:
+            EngineError: the batch lacks the routes or the echo mask that the settings need.
+        """
         # Fail here, by name, instead of in a micro-batch.
         if self.config.router_replay != "off" and ROUTES not in data.batch.keys():
             raise EngineError(
@@ -358,6 +363,19 @@ class PolicyObjective(Objective):
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
+        """Compute a micro-batch's share of the policy loss and its added terms.
+
+        Args:
+            rows: b rows.
+            outputs: outputs of the model [b, T], by name.
+            counts: counts of the whole mini-batch.
+
+        Returns:
+            The loss [], and metrics.
+
+        Raises:
+            EngineError: the batch lacks a column that the policy loss reads.
+        """
         config = self.config
         mask = rows.batch["response_mask"]
         # Outputs outside of the response mask are for the loss of echo tokens only.
@@ -495,6 +513,7 @@ class ValueObjective(Objective):
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
+        """Compute a micro-batch's share of the value loss; see `Objective.__call__`."""
         mask = rows.batch["response_mask"]
         predicted = outputs["values"]
         losses, diagnostics = clipped_value_loss(
@@ -523,6 +542,7 @@ class LikelihoodObjective(Objective):
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
+        """Compute a micro-batch's share of the loss; see `Objective.__call__`."""
         mask = rows.batch["response_mask"]
         loss = aggregation_of(self.config, rows, counts)(-outputs["log_probs"])
         return loss, {
@@ -549,6 +569,7 @@ class ScoreObjective(Objective):
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
+        """Sum slope x score over the rows. There are no metrics."""
         # Only the gradient of the result has a meaning, not its value. The mask selects the token
         # at which a row is scored.
         scores = (outputs["scores"] * rows.batch["response_mask"]).sum(-1)

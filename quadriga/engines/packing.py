@@ -137,9 +137,11 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
         images = None
         if image_tokens is not None or images_column is not None:
             # Tokens that the model generated are not images, even with the id of an image token.
-            not_generated = np.where(response_mask[row][: len(response)], -1, response)
-            tokens = np.concatenate([prompt, not_generated])
-            inputs = {} if images_column is None else images_column[row] or {}
+            inserted = np.where(response_mask[row][: len(response)], -1, response)
+            tokens = np.concatenate([prompt, inserted])
+            inputs = {}
+            if images_column is not None:
+                inputs = images_column[row] or {}  # None in a row without images
             images = _row_images(row, inputs, tokens, num_prompt_tokens, image_tokens, image_keys)
         if routes is not None:
             prompt_key += routes[row, is_prompt].tobytes()
@@ -199,6 +201,7 @@ def _row_images(
                 where, got="images", expected="text: the model is not a vision-language model"
             )
         return None
+    # The problem is a text such as "3 tokens with id 9 for 4 embeddings of images"; "": none.
     token_indices, problem = image_tokens.locate(tokens, inputs, num_prompt_tokens)
     if problem:
         raise EngineError(

@@ -200,6 +200,7 @@ def _inject_factors(model: PreTrainedModel, shape: AdapterShape) -> None:
         modules = getattr(config, key)
         if isinstance(modules, set):
             setattr(config, key, sorted(modules))
+    # Refuse modules that PEFT adapts if they are named, but that are not computed as linear ones.
     for layer in _adapted_modules(model):
         base = layer.get_base_layer()
         if type(base) is nn.Linear and base is not head:

@@ -156,7 +156,7 @@ class Stage(nn.Module):
         return torch.stack([loss(outputs)])  # not a view, which the schedule refuses
 
     def num_micro_batches(self, number: int) -> int:
-        """Number of micro-batches to run if there are `number`: at least one for each stage."""
+        """Smallest number of micro-batches, at least `number`, for the schedules: one per stage."""
         return max(number, self.processes.layout.pp)
 
     def run(

@@ -57,6 +57,7 @@ class SharedTokens(Sharing):
             self.vocabulary = VocabularyShard(processes.group("tp"), start)
 
     def inputs(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """Tokens [1, N/S] that this rank embeds, positions of these tokens, and attention plan."""
         if self.processes.layout.sp == 1:
             return super().inputs(batch)
         # All ranks of a tp group get the same tokens, which the embedding divides.
@@ -77,6 +78,7 @@ class SharedTokens(Sharing):
         return start + offset, part_size
 
     def first_token(self, batch: PackedBatch) -> int | None:
+        """Packed index of this rank's first embedding; None if it has all embeddings."""
         if self.processes.layout.sp == self.num_parts == 1:
             return None
         start, _ = self._local_tokens(batch)
@@ -85,6 +87,16 @@ class SharedTokens(Sharing):
     def select_predictors(
         self, hidden: Tensor, batch: PackedBatch, *, has_sharded_head: bool
     ) -> ScoredTokens:
+        """Select the hidden states of the tokens from which this rank predicts a target.
+
+        Args:
+            hidden: last hidden states [n, D] of this rank's tokens.
+            batch: the packed batch.
+            has_sharded_head: whether tensor parallelism shards the head.
+
+        Returns:
+            States, targets and a function to join the scores of all ranks; see `ScoredTokens`.
+        """
         start, size = self._local_tokens(batch)
         if self.num_parts > 1 and has_sharded_head:
             # All ranks of a tp group score the group's tokens, each with its part of the head.
@@ -103,6 +115,7 @@ class SharedTokens(Sharing):
         return states, batch.targets[indices], join
 
     def routed_tokens(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
+        """Describe this rank's n tokens for the routers of a mixture of experts."""
         routed = super().routed_tokens(batch, num_tokens)
         groups = self._groups()
         if groups:
@@ -130,6 +143,7 @@ class SharedTokens(Sharing):
         return groups
 
     def join_tokens(self, values: Tensor) -> Tensor:
+        """Join the values [n, ...] of all ranks to [N, ...] on every rank."""
         for group in self._groups():
             values = all_gather(values, group)
         return values
