@@ -250,7 +250,7 @@ class PolicyObjective(Objective):
                 self.other_targets = TEACHER_TOP_IDS
         # Whether the loss itself applies the importance weights of the rollout.
         self._loss_applies_weights = "rollout_is_weights" in options(self.policy_loss.function)
-        # `log_prob` comes from the model, and so does `old_log_prob` if the batch has none.
+        # What the loss reads besides `log_prob`, which the model computes.
         self._loss_fields = set(self.policy_loss.fields) - {"log_prob"}
 
     def _require_advantages(self) -> None:

@@ -110,6 +110,7 @@ def infer(
     results = {}
     for name in engine.scorer.output_names(question):
         shape = data.batch["response_mask"].shape
+        # Only with `top_k`.
         if name.startswith("top_"):
             shape = (*shape, top_k or 0)
         dtype = torch.int32 if name == "top_ids" else torch.float32
@@ -561,7 +562,7 @@ def _pack_micro_batches(
     tokens = row_tokens(data, engine.packing.image_tokens)
     num_columns = data.batch["response_mask"].shape[1]
     predicted_rows = [number for number, row in enumerate(tokens) if len(row.loss_indices)]
-    lengths = [tokens[number] for number in predicted_rows]
+    lengths = [tokens[number] for number in predicted_rows]  # `RowTokens`, which are lengths too
     longest = max((row.num_prompt_tokens + row.num_response_tokens for row in lengths), default=0)
     if longest > engine.packing.packs_up_to:
         # Such a row cannot be packed with others, so every row gets its own micro-batch.

@@ -231,6 +231,7 @@ def _unknown_modules_error(
     listed = ", ".join(suffixes[:_MAX_NAMES])
     if len(suffixes) > _MAX_NAMES:
         listed += f" and {len(suffixes) - _MAX_NAMES} more"
+    # The first line of the error, without a bracket that the line leaves open.
     reason = str(error).partition("\n")[0].rstrip("( ")
     example = next(iter(linear_names), "none")
     return EngineError(

@@ -306,7 +306,7 @@ class VisionEncoderCost:
             return None
         settings = model.config.vision_config
         encoder = vision_encoder(model)
-        # The modules that merge patches multiply embeddings; all other modules multiply patches.
+        # Modules that merge patches compute once per embedding, all other modules once per patch.
         num_token_parameters = 0
         for name, module in encoder.named_children():
             if "merger" in name or name == "downsample":

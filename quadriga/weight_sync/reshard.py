@@ -401,15 +401,15 @@ class ReshardedWeights:
             Each move, and a view of its block in `memory`; None for a move within this rank, whose
             block is not in a bucket.
         """
-        end = 0
+        start = 0
         for move in moves:
             if not move.num_bytes:
                 yield move, None
                 continue
-            flat = memory[end : end + move.num_bytes].view(self._dtypes[move.name])
+            flat = memory[start : start + move.num_bytes].view(self._dtypes[move.name])
             # The block ends before the padding that aligns the next one.
             yield move, flat[: move.box.numel].view(move.box.shape)
-            end += move.num_bytes
+            start += move.num_bytes
 
     def _compare(self, sent: torch.Tensor, received: torch.Tensor) -> None:
         """Compare what this rank received with what the senders say that they sent.

@@ -468,6 +468,7 @@ class ShardedWeights(PartialWeights):
                 master.grad = torch.zeros_like(master)
             else:
                 master.grad = parameter.grad.to_local()
+            # Experts are no exception: with expert parallelism tp is 1, and nothing is summed.
             if self.shard_specs[name].tensor_dimension is None:
                 replicated.append(name)
         self._sum_gradients_of_copies(replicated)
@@ -519,7 +520,7 @@ def _gather_shards(
     Args:
         shard: this rank's shard.
         mesh: one-dimensional mesh.
-        dimension: the dimension that is sharded, as `part_of` does.
+        dimension: the sharded dimension, which `part_of` has divided.
         shape: shape of the result.
 
     Returns:
