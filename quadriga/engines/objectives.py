@@ -89,15 +89,16 @@ class Objective(ABC):
 
 
 def add_rollout_tokens(data: DataProto) -> None:
-    """Add the column `rollout_num_tokens` [B], if rollouts have several rows.
+    """Add the column `rollout_num_tokens` [B] to a batch in which rollouts have several rows.
 
     Args:
-        data: all rows, with `response_mask` [B, T], and `rollout_index` [B] if rollouts have
-            several rows.
+        data: all rows, with `response_mask` [B, T]. Without `rollout_index` [B], every row is a
+            rollout, and nothing is added.
     """
     rollouts = data.batch.get("rollout_index")
     if rollouts is not None:
         num_tokens = data.batch["response_mask"].sum(-1)  # [B]
+        # By rollout. There are at most as many rollouts as rows.
         sums = num_tokens.new_zeros(len(data)).scatter_add_(0, rollouts, num_tokens)
         data.batch[ROLLOUT_NUM_TOKENS] = sums[rollouts]
 
@@ -153,7 +154,7 @@ def policy_loss_of(
                 _LOSS_MODE,
                 got=f"{name!r}, with algorithm.rollout_correction.bypass_mode=True",
                 expected="vanilla, or the key left out",
-                fix="The bypass form is a loss of its own: choose it with "
+                fix="With bypass_mode, choose the loss with "
                 "algorithm.rollout_correction.loss_type.",
             )
         if correction.bypass_mode or name == BYPASS:

@@ -128,7 +128,10 @@ class ProcessGroup:
             bits = tensor.detach().view(integers[tensor.element_size()])
             sums.append(int(bits.sum(dtype=torch.int64)))
         sums_by_rank = self.gather(sums)
-        differing = [str(rank) for rank, sums in enumerate(sums_by_rank) if sums != sums_by_rank[0]]
+        differing = []
+        for rank, rank_sums in enumerate(sums_by_rank):
+            if rank_sums != sums_by_rank[0]:
+                differing.append(str(rank))
         if differing:
             raise EngineError(
                 description,

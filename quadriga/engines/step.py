@@ -45,7 +45,7 @@ def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
     """Learning rate of a training step, the same for all optimizer steps of this training step.
 
     Warm-up is linear: the first of w steps has 1/w of the rate, or 0 with `zero_indexed_step`. Then
-    the rate is constant, or decays linearly or as a cosine.
+    the rate is constant, or decays linearly or as a cosine to `min_lr_ratio` of the rate.
 
     Args:
         step: training step, starting at 1.
@@ -59,6 +59,7 @@ def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
     total_steps = config.total_training_steps or total_steps
     warmup = config.lr_warmup_steps
     if warmup < 0:
+        # Not set: a share of the steps.
         warmup = int(config.lr_warmup_steps_ratio * total_steps)
     if config.zero_indexed_step:
         step -= 1
@@ -168,7 +169,7 @@ class FirstOutputs:
         """Add the outputs of a micro-batch. Rows that have outputs already keep them.
 
         Args:
-            rows: [b], numbers of the rows.
+            rows: [b], indices of the rows among all rows of this rank.
             packed: the packed rows.
             outputs: outputs of the packed rows by name, [M] each.
         """
@@ -321,7 +322,7 @@ class _Updater:
                         computed_indices[loss.row_numbers], loss.packed, loss.outputs
                     )
         micro_metrics = [loss.metrics for loss in losses]
-        # No rank has computed a row.
+        # Without a row to compute on any rank, entropy and mismatch come from a sample.
         if num_computed == 0:
             micro_metrics = self._sample_metrics(mini_batch, positions, counts, routing)
         router_metrics = {} if routing is None else _router_metrics(engine, routing)
@@ -380,7 +381,8 @@ class _Updater:
         engine = self.engine
         prefix = self.objective.name
         num_packed = sum(packed.num_tokens for packed in packed_batches)
-        # Several ranks compute these rows together. Each reports an equal part of the cost.
+        # Several ranks compute these rows together. Each reports all of their tokens and rows, but
+        # only an equal part of the operations.
         num_sharers = engine.processes.world.size / engine.processes.replicas.size
         flops = math.fsum(engine.cost.update_flops_of(packed) for packed in packed_batches)
         return {

@@ -107,7 +107,11 @@ def _attention(
     attention_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function in transformers' interface, which calls the plan of the model's call."""
+    """Attention function in transformers' interface, which calls the plan of the model's call.
+
+    Raises:
+        EngineError: the model was called without a plan, or the layer adds a bias to its scores.
+    """
     if attention_plan is None:
         raise EngineError(
             "attention",
@@ -364,6 +368,7 @@ class PackedAttention:
             window = options.window
             if not window or window >= self.runs.longest:
                 window = None  # a window as long as the longest sequence hides nothing
+            # `VarlenAttention` supports a window only if no segment has a prefix.
             if window is None or not self.runs.has_prefixes:
                 out = VarlenAttention.apply(
                     query, key, value, options.sinks, self.runs, scale, window

@@ -233,7 +233,7 @@ def statistics(
         hidden: states [M, D] in half precision.
         weight: [V', D] in the dtype of `hidden`.
         bias: [V'] or None.
-        target_rows: [M] rows of the targets in `weight`; -1 if it does not have the target.
+        target_rows: [M] rows of the targets in `weight`; -1 if the target is not there.
         temperature: divides the logits.
         with_entropy: whether to compute the entropies, which are otherwise zero.
         with_squares: whether to compute the squares, which are otherwise zero.
@@ -289,7 +289,7 @@ def logit_gradients(
         hidden: states [C, D] in half precision.
         weight: [V', D] in the dtype of `hidden`.
         bias: [V'] or None.
-        target_rows: [C] rows of the targets in `weight`; -1 if it does not have the target.
+        target_rows: [C] rows of the targets in `weight`; -1 if the target is not there.
         token_inputs: gradient of the log-probs; gradient of the entropies, or None; normalisers
             and entropies of the whole vocabulary; [C] each. A `_TokenInputs` of `models.heads`.
 

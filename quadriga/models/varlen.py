@@ -82,10 +82,10 @@ class PackedRuns:
 
         Args:
             query: [N, H, D].
-            *keys: [N, K, D] each.
+            *keys: key and value, or one of them, [N, K, D] each.
 
         Returns:
-            Queries [R, H, D] that see a prefix, and keys [P, K, D] of prefixes.
+            Queries [R, H, D] that see a prefix, then keys and values [P, K, D] of prefixes.
         """
         queries = query.index_select(0, self.continuing_tokens)
         return [queries, *(tensor.index_select(0, self.prefix_tokens) for tensor in keys)]

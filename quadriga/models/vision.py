@@ -141,7 +141,7 @@ class ImageTokens:
             # model generated, which have none.
             num_in_prompt = np.count_nonzero(indices < num_prompt_tokens)
             if not num_in_prompt <= num_embeddings <= len(indices):
-                kind = name.split("_")[0]
+                kind = name.split("_")[0]  # "image" or "video"
                 problems.append(
                     f"{len(indices)} tokens with id {token} for {num_embeddings} embeddings "
                     f"of {kind}s"

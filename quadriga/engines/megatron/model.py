@@ -121,7 +121,8 @@ class Rotary(nn.Module):
         Returns:
             [n, 1, 1, d].
         """
-        angles = torch.outer(positions.float(), self.frequencies)
+        angles = torch.outer(positions.float(), self.frequencies)  # [n, d / 2]
+        # Number i of a head and number i + d / 2 are rotated by the same angle.
         return torch.cat([angles, angles], -1)[:, None, None]
 
 
@@ -291,7 +292,11 @@ def loop_reason_of(config: TransformerConfig, device: torch.device) -> str:
 
 
 def linear_modules(device: torch.device) -> tuple[type, type, str]:
-    """Choose classes of column-parallel and row-parallel linear modules; say which, and why."""
+    """Choose classes of column-parallel and row-parallel linear modules.
+
+    Returns:
+        The two classes, and a text that says which were chosen and why.
+    """
     if device.type != "cuda":
         reason = "Transformer Engine is for CUDA"
     elif not transformer_engine.HAVE_TE:

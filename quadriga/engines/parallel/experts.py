@@ -92,7 +92,7 @@ def _forward_experts(
         experts = experts.new_zeros(1)
     # One expert per token, with weight 1: the sender applies the scores.
     outputs = compute(states, experts[:, None], scores.new_ones(len(experts), 1))
-    outputs = outputs[: sum(num_received)]
+    outputs = outputs[: sum(num_received)]  # without the zero token
     outputs = _Exchange.apply(outputs, num_received, num_sent, group)
 
     # Restore the order of tokens and choices.

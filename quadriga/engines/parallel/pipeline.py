@@ -74,7 +74,7 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
         of the head's weight, mapped to the name of the embedding's weight. Otherwise empty.
 
     Raises:
-        EngineError: the architecture does not have the expected modules.
+        EngineError: the backbone does not have its layers and norm under these names.
     """
     base: Any = backbone(model)
     for attribute in ("layers", "norm"):
