@@ -128,10 +128,8 @@ class ProcessGroup:
             bits = tensor.detach().view(integers[tensor.element_size()])
             sums.append(int(bits.sum(dtype=torch.int64)))
         sums_by_rank = self.gather(sums)
-        differing = []
-        for rank, rank_sums in enumerate(sums_by_rank):
-            if rank_sums != sums_by_rank[0]:
-                differing.append(str(rank))
+        expected = sums_by_rank[0]
+        differing = [str(rank) for rank, other in enumerate(sums_by_rank) if other != expected]
         if differing:
             raise EngineError(
                 description,

@@ -82,7 +82,7 @@ class PackedRuns:
 
         Args:
             query: [N, H, D].
-            *keys: key and value, or one of them, [N, K, D] each.
+            *keys: key and value, [N, K, D] each.
 
         Returns:
             Queries [R, H, D] that see a prefix, then keys and values [P, K, D] of prefixes.

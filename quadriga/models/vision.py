@@ -122,8 +122,8 @@ class ImageTokens:
         """
         masks = [tokens == token for token in self.token_ids]
         if self.video_bounds is not None:
-            # Both kinds have the same token. It is a video's after a start of a video that has not
-            # ended yet.
+            # Both kinds have the same token. It belongs to a video if more videos have started
+            # before it than have ended.
             starts, ends = (np.cumsum(tokens == bound) for bound in self.video_bounds)
             masks = [masks[0] & (starts <= ends), masks[1] & (starts > ends)]
         if num_prompt_tokens is None:

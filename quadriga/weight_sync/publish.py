@@ -170,7 +170,7 @@ class CopiedWeights:
         converted_weights = stream()
         try:
             target.load_weights(converted_weights, version)
-            # If the target stops early, the sender must still get rid of the other parameters.
+            # A target may stop early. Read the rest, because the sender waits until it is read.
             for _ in converted_weights:
                 pass
             # Earlier fingerprints stay: the matrices of an adapter are no complete set.

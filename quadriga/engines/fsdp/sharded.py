@@ -437,7 +437,7 @@ class ShardedWeights(PartialWeights):
         head_weight = getattr(model.get_output_embeddings(), "weight", None)
         # Stages after the first have no embedding.
         if isinstance(table, nn.Embedding) and table.weight is not head_weight:
-            # Not left to the root, whose parameters stay gathered for the whole pass.
+            # As a part of the root, the table would stay gathered for the whole pass.
             fully_shard(table, **options)
         fully_shard(self.root, **options)
 

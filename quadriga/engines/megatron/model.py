@@ -492,8 +492,8 @@ def build_chunks(
             max_sequence_length=0,
             pre_process=is_first,
             post_process=is_last,
-            # In other chunks, a tied head is a copy of the table. Both get the sum of the gradients
-            # of both, so they stay equal.
+            # In different chunks, a tied head is a copy of the table. Each gets the sum of both
+            # gradients, so they stay equal.
             share_embeddings_and_output_weights=is_first and is_last and can_share_table,
             position_embedding_type="rope",
             vp_stage=virtual_stage,

@@ -105,7 +105,7 @@ def _meshes_of(
 def _make_mesh(
     device_type: str, meeting: int, ranks: torch.Tensor, names: tuple[str, ...]
 ) -> DeviceMesh:
-    """Create a mesh whose axes share the process groups of other axes with the same ranks.
+    """Create a mesh. Axes with the same ranks, also of different meshes, share a process group.
 
     DeviceMesh alone would form a group, and with NCCL a communicator, for each axis.
 

@@ -93,7 +93,7 @@ def shard_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
             # A colwise projection needs the tokens of all ranks, whether it is sharded or not.
             parent, _, _ = match["name"].rpartition(".")
             colwise_parents[parent] = base.get_submodule(parent)
-            # Plain "colwise" keeps the module's own forward; the others gather their outputs.
+            # Plain "colwise" keeps the module's own forward; the other style gathers outputs.
             if style != "colwise":
                 if module.out_features % size:
                     # Only equal shards can be gathered, so this projection is not sharded.
