@@ -487,7 +487,7 @@ def _chunked_statistics(
             first_row = 0 if options.shard is None else options.shard.start
             top[0][tokens, :num_best] = best.values
             top[1][tokens, :num_best] = best.indices + first_row
-    return statistics[None], workspace, top
+    return statistics[None], workspace, top  # the whole vocabulary of this rank is one part
 
 
 def _block_statistics(

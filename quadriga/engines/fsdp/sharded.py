@@ -582,7 +582,7 @@ def shard(
     expert_names = set()
     if processes.experts is not None:
         expert_names = shard_experts(model, processes.experts.get_group("ep"))
-    # The last stage's copy of a tied embedding, by its name there, with its name in the full model.
+    # In the last stage: name of its copy of a tied embedding, with the embedding's name.
     copies = keep_stage(model, processes) if layout.pp > 1 else {}
 
     shard_specs = {}
