@@ -489,7 +489,7 @@ def build_chunks(
             _layer_specs(config, num_layers, device),
             # Padded to a multiple of tp.
             vocab_size=-(-num_vocabulary // tp) * tp,
-            max_sequence_length=0,  # only read for learned positions
+            max_sequence_length=0,  # read for learned positions and by Megatron's inference only
             pre_process=is_first,
             post_process=is_last,
             # In different chunks, a tied head is a copy of the table. Each gets the sum of both
