@@ -555,11 +555,24 @@ def test_a_sharded_reward_model_is_read_when_it_is_cut(
 
 
 JUDGE_CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
 
 
 class JudgeConfig(LlamaConfig):
     model_type = "judge"
+
+
+class JudgeModel(LlamaModel):
+    config_class = JudgeConfig
+
+
+AutoModel.register(JudgeConfig, JudgeModel, exist_ok=True)  # the classifier builds it
 
 
 class JudgeForCausalLM(LlamaForCausalLM):
