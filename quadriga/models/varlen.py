@@ -85,7 +85,7 @@ class PackedRuns:
             *keys: key and value, [N, K, D] each.
 
         Returns:
-            Queries [R, H, D] that see a prefix, then keys and values [P, K, D] of prefixes.
+            Queries [R, H, D] that see a prefix; key and value [P, K, D] of the prefixes.
         """
         queries = query.index_select(0, self.continuing_tokens)
         return [queries, *(tensor.index_select(0, self.prefix_tokens) for tensor in keys)]
