@@ -44,9 +44,8 @@ class MicroBatching:
 class Passes:
     """Division of a batch into optimizer steps, and the number of passes over it."""
 
-    mini_batch_size: (
-        int  # rollouts of an optimizer step, over all ranks; the last of a pass may have fewer
-    )
+    # Rollouts of an optimizer step, over all ranks. The last step of a pass may have fewer.
+    mini_batch_size: int
     num_epochs: int  # passes over the batch
     micro: MicroBatching
     shuffle_seed: int | None = None  # shuffles rows before each pass; None keeps their order
@@ -59,7 +58,7 @@ class Passes:
 
         Args:
             config: the section.
-            rows_per_prompt: rollouts of each prompt that `ppo_mini_batch_size` counts.
+            rows_per_prompt: rollouts per prompt; `ppo_mini_batch_size` counts prompts.
             step: training step; each has its own shuffles.
             share_prompts: whether rows with the same prompt compute it once.
 
@@ -69,6 +68,7 @@ class Passes:
         num_sequences = None if config.use_dynamic_bsz else config.ppo_micro_batch_size_per_gpu
         shuffle_seed = None
         if config.shuffle:
+            # `mini_batches` adds the number of the epoch, so no two epochs have the same seed.
             shuffle_seed = config.data_loader_seed + step * config.ppo_epochs
         return cls(
             mini_batch_size=config.ppo_mini_batch_size * rows_per_prompt,

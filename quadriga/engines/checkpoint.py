@@ -128,6 +128,7 @@ class StateWriter:
         # At most two rounds: the chunks of all ranks, then their completion.
         while self._thread is not None:
             thread = self._thread
+            # With `wait`, `exception` below returns only when the thread has ended.
             is_done = wait or thread.done()
             error = thread.exception() if is_done else None
             written = thread.result() if is_done and error is None else None
@@ -403,7 +404,8 @@ class StateCopier:
                     self._chunks.append((end, _local_tensor(state[item.index.fqn])))
                 data = item.tensor_data
                 size = data.chunk.sizes.numel() * data.properties.dtype.itemsize
-                # Rounded up, so that every chunk starts at an aligned address.
+                # Rounded up to a multiple of the header's size, so that every chunk starts at an
+                # aligned address.
                 end += -(-size // SLOT_HEADER_BYTES) * SLOT_HEADER_BYTES
             self.plan.slot_bytes.append(end)
 
@@ -478,4 +480,5 @@ def read_copy(plan: CopyPlan, read: Callable[[int, int, int], Any], state: State
         # Cut out the block of the chunk that this rank needs.
         for dim, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             copied = copied.narrow(dim, first, length)
+        # The planner finds the part of this rank's tensor that the block fills.
         planner.resolve_tensor(item).detach().copy_(copied)

@@ -89,15 +89,16 @@ class Objective(ABC):
 
 
 def add_rollout_tokens(data: DataProto) -> None:
-    """Add the column `rollout_num_tokens` [B], if rollouts have several rows.
+    """Add the column `rollout_num_tokens` [B] to a batch in which rollouts have several rows.
 
     Args:
-        data: all rows, with `response_mask` [B, T], and `rollout_index` [B] if rollouts have
-            several rows.
+        data: all rows, with `response_mask` [B, T]. Without `rollout_index` [B], every row is a
+            rollout, and nothing is added.
     """
     rollouts = data.batch.get("rollout_index")
     if rollouts is not None:
         num_tokens = data.batch["response_mask"].sum(-1)  # [B]
+        # By rollout. There are at most as many rollouts as rows.
         sums = num_tokens.new_zeros(len(data)).scatter_add_(0, rollouts, num_tokens)
         data.batch[ROLLOUT_NUM_TOKENS] = sums[rollouts]
 
@@ -134,14 +135,15 @@ def policy_loss_of(
 
     Args:
         config: the actor's section.
-        correction: the rollout correction. With its `bypass_mode`, the loss is the bypass form.
+        correction: the rollout correction. With its `bypass_mode`, the loss is `bypass_mode`, which
+            compares the policy with the one that sampled instead of with old log-probs.
 
     Returns:
         The loss, from columns [b, T] to losses [b, T].
 
     Raises:
         ConfigError: the loss or an option is unknown, the loss refuses the value of an option,
-            another loss is chosen besides the bypass form, or a loss returns no losses per token.
+            another loss is chosen besides `bypass_mode`, or a loss returns no losses per token.
     """
     name = config.policy_loss.loss_mode
     # Options without a default take the value of the actor's key of the same name.
@@ -152,7 +154,7 @@ def policy_loss_of(
                 _LOSS_MODE,
                 got=f"{name!r}, with algorithm.rollout_correction.bypass_mode=True",
                 expected="vanilla, or the key left out",
-                fix="The bypass form is a loss of its own: choose it with "
+                fix="With bypass_mode, choose the loss with "
                 "algorithm.rollout_correction.loss_type.",
             )
         if correction.bypass_mode or name == BYPASS:
@@ -179,6 +181,7 @@ def _try_loss(loss: Algorithm) -> None:
     """
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     fields = {}
+    # Without the columns that `compute_columns` adds below.
     input_names = {*loss.fields, *loss.column_fields} - loss.columns.keys()
     for name in input_names:
         # `FIELDS` lists columns of a batch. The log-probs of a loss have the shape of this column.
@@ -248,11 +251,14 @@ class PolicyObjective(Objective):
                 self.other_targets = TEACHER_TOP_IDS
         # Whether the loss itself applies the importance weights of the rollout.
         self._loss_applies_weights = "rollout_is_weights" in options(self.policy_loss.function)
-        # `log_prob` comes from the model, and so does `old_log_prob` if the batch has none.
+        # What the loss reads besides `log_prob`, which the model computes.
         self._loss_fields = set(self.policy_loss.fields) - {"log_prob"}
 
     def _require_advantages(self) -> None:
-        """Check that the loss reads the advantage of each token, from which a teacher subtracts."""
+        """Check that the loss reads `advantages`, from which the teacher's divergence is subtracted.
+
+        Columns that the loss computes from the whole batch would not see this subtraction.
+        """
         if self.policy_loss.columns or "advantages" not in self.policy_loss.fields:
             raise ConfigError(
                 _LOSS_MODE,
@@ -262,6 +268,11 @@ class PolicyObjective(Objective):
             )
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
+        """Names of columns [B, ...] that the loss reads; optional ones if this batch has them.
+
+        Raises:
+            EngineError: the batch lacks the routes or the echo mask that the settings need.
+        """
         # Fail here, by name, instead of in a micro-batch.
         if self.config.router_replay != "off" and ROUTES not in data.batch.keys():
             raise EngineError(
@@ -307,7 +318,8 @@ class PolicyObjective(Objective):
         if not self.policy_loss.columns:
             return
         columns = dict(data.batch.items())
-        # Without a pass for old log-probs, the rollout's log-probs come from the same policy.
+        # Without a pass for old log-probs, the rollout's log-probs come from the same policy. If
+        # the batch has both, the later name wins.
         for name in ("rollout_log_probs", "old_log_probs"):
             if name in columns:
                 columns["old_log_prob"] = columns[name]
@@ -352,6 +364,19 @@ class PolicyObjective(Objective):
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
+        """Compute a micro-batch's share of the policy loss and its added terms.
+
+        Args:
+            rows: b rows.
+            outputs: outputs of the model [b, T], by name.
+            counts: counts of the whole mini-batch.
+
+        Returns:
+            The loss [], and metrics.
+
+        Raises:
+            EngineError: the batch lacks a column that the policy loss reads.
+        """
         config = self.config
         mask = rows.batch["response_mask"]
         # Outputs outside of the response mask are for the loss of echo tokens only.
@@ -489,6 +514,7 @@ class ValueObjective(Objective):
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
+        """Compute a micro-batch's share of the value loss; see `Objective.__call__`."""
         mask = rows.batch["response_mask"]
         predicted = outputs["values"]
         losses, diagnostics = clipped_value_loss(
@@ -517,6 +543,7 @@ class LikelihoodObjective(Objective):
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
+        """Compute a micro-batch's share of the loss; see `Objective.__call__`."""
         mask = rows.batch["response_mask"]
         loss = aggregation_of(self.config, rows, counts)(-outputs["log_probs"])
         return loss, {
@@ -543,6 +570,8 @@ class ScoreObjective(Objective):
     def __call__(
         self, rows: DataProto, outputs: Mapping[str, Tensor], counts: LossCounts
     ) -> LossAndMetrics:
-        # Only the gradient of the result has a meaning, not its value.
+        """Sum slope x score over the rows. There are no metrics."""
+        # Only the gradient of the result has a meaning, not its value. The mask selects the token
+        # at which a row is scored.
         scores = (outputs["scores"] * rows.batch["response_mask"]).sum(-1)
         return (rows.batch[SCORE_SLOPE] * scores).sum(), {}

@@ -69,7 +69,8 @@ class PackingRules:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "PackingRules":
         """Find the rules for a model."""
-        # Infinite if positions never depend on the length of the row.
+        # Infinite if positions never depend on the length of the row. With 0, every row is computed
+        # alone.
         limit = length_limit(model.config) or math.inf
         return cls(ImageTokens.of(model.config), limit if is_packed(model) else 0)
 
@@ -114,7 +115,7 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
         has_loss = response_mask.astype(bool) | echo_tokens(data).cpu().numpy()
     images_column = data.non_tensor_batch.get("multi_modal_inputs")
     routes = data.batch[ROUTES].cpu().numpy() if ROUTES in data.batch.keys() else None
-    image_keys = {}  # by id of an object that the samples of a prompt share
+    image_keys = {}  # key of images by the id of their `inputs`, which a prompt's samples share
     rows = []
     for row, is_valid in enumerate(attention_mask != 0):
         is_prompt = is_valid.copy()
@@ -136,9 +137,11 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
         images = None
         if image_tokens is not None or images_column is not None:
             # Tokens that the model generated are not images, even with the id of an image token.
-            not_generated = np.where(response_mask[row][: len(response)], -1, response)
-            tokens = np.concatenate([prompt, not_generated])
-            inputs = {} if images_column is None else images_column[row] or {}
+            inserted = np.where(response_mask[row][: len(response)], -1, response)
+            tokens = np.concatenate([prompt, inserted])
+            inputs = {}
+            if images_column is not None:
+                inputs = images_column[row] or {}  # None in a row without images
             images = _row_images(row, inputs, tokens, num_prompt_tokens, image_tokens, image_keys)
         if routes is not None:
             prompt_key += routes[row, is_prompt].tobytes()
@@ -198,6 +201,7 @@ def _row_images(
                 where, got="images", expected="text: the model is not a vision-language model"
             )
         return None
+    # The problem is a text such as "3 tokens with id 9 for 4 embeddings of images"; "": none.
     token_indices, problem = image_tokens.locate(tokens, inputs, num_prompt_tokens)
     if problem:
         raise EngineError(
@@ -277,7 +281,7 @@ def pack(
 
     return PackedBatch(
         input_ids=join(sequence.input_ids)[None],
-        position_ids=join(sequence.positions).unsqueeze(-2),
+        position_ids=join(sequence.positions).unsqueeze(-2),  # [1, N] or [3, 1, N]
         segments=tuple(sequence.segments),
         predictors=join(predictors),
         host_predictors=np.concatenate(predictors),

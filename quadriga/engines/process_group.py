@@ -97,6 +97,7 @@ class ProcessGroup:
             return
         with detect_lost_peer(self._name_activity("the sum of gradients")):
             nbytes = attrgetter("nbytes")
+            # Each bucket is a list of tensors.
             for bucket in buckets(tensors, nbytes, BUCKET_BYTES, lambda tensor, _: tensor):
                 # A tensor that fills a bucket alone is summed in place, without a copy.
                 if len(bucket) == 1 and bucket[0].is_contiguous():
@@ -127,7 +128,8 @@ class ProcessGroup:
             bits = tensor.detach().view(integers[tensor.element_size()])
             sums.append(int(bits.sum(dtype=torch.int64)))
         sums_by_rank = self.gather(sums)
-        differing = [str(rank) for rank, sums in enumerate(sums_by_rank) if sums != sums_by_rank[0]]
+        expected = sums_by_rank[0]
+        differing = [str(rank) for rank, other in enumerate(sums_by_rank) if other != expected]
         if differing:
             raise EngineError(
                 description,

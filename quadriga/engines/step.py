@@ -45,7 +45,7 @@ def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
     """Learning rate of a training step, the same for all optimizer steps of this training step.
 
     Warm-up is linear: the first of w steps has 1/w of the rate, or 0 with `zero_indexed_step`. Then
-    the rate is constant, or decays linearly or as a cosine.
+    the rate is constant, or decays linearly or as a cosine to `min_lr_ratio` of the rate.
 
     Args:
         step: training step, starting at 1.
@@ -59,6 +59,7 @@ def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
     total_steps = config.total_training_steps or total_steps
     warmup = config.lr_warmup_steps
     if warmup < 0:
+        # Not set: a share of the steps.
         warmup = int(config.lr_warmup_steps_ratio * total_steps)
     if config.zero_indexed_step:
         step -= 1
@@ -94,8 +95,9 @@ def infer(
             routed_experts [B, P + T, L, k] if the batch has it.
         micro: division into micro-batches.
         temperature: sampling temperature, which divides the logits.
-        with_entropy: return `entropy`.
-        with_sum_pi_squared: return `sum_pi_squared`.
+        with_entropy: return `entropy`, in nats.
+        with_sum_pi_squared: return `sum_pi_squared`, the sum of squared probabilities over the
+            vocabulary.
         with_routes: return `routed_experts`, the experts of each token.
         top_k: return the likeliest k tokens at each position, `top_ids` int32 [B, T, k], and their
             `top_log_probs` [B, T, k].
@@ -109,6 +111,7 @@ def infer(
     results = {}
     for name in engine.scorer.output_names(question):
         shape = data.batch["response_mask"].shape
+        # Only with `top_k`.
         if name.startswith("top_"):
             shape = (*shape, top_k or 0)
         dtype = torch.int32 if name == "top_ids" else torch.float32
@@ -166,7 +169,7 @@ class FirstOutputs:
         """Add the outputs of a micro-batch. Rows that have outputs already keep them.
 
         Args:
-            rows: [b], numbers of the rows.
+            rows: [b], indices of the rows among all rows of this rank.
             packed: the packed rows.
             outputs: outputs of the packed rows by name, [M] each.
         """
@@ -300,8 +303,8 @@ class _Updater:
         )
         num_rollouts = num_sequences
         if rollout_num_tokens is not None:
-            # A rollout may have rows on several ranks. Each rank counts the part of the rollout
-            # that its rows are, so the sum is a whole number.
+            # A rollout may have rows on several ranks, each of which counts a fraction of it. The
+            # fractions add up to whole numbers, apart from rounding errors.
             num_rollouts = round(math.fsum(replicas.gather(local_counts.num_rollouts)))
         counts = LossCounts(num_tokens, num_sequences, num_rollouts, num_echo_tokens)
 
@@ -319,11 +322,12 @@ class _Updater:
                         computed_indices[loss.row_numbers], loss.packed, loss.outputs
                     )
         micro_metrics = [loss.metrics for loss in losses]
+        # Without a row to compute on any rank, entropy and mismatch come from a sample.
         if num_computed == 0:
             micro_metrics = self._sample_metrics(mini_batch, positions, counts, routing)
         router_metrics = {} if routing is None else _router_metrics(engine, routing)
-        # Only after the sample was computed: the step changes the weights even without a gradient,
-        # by momentum.
+        # After the sample is computed, because momentum changes the weights even without a
+        # gradient.
         result = engine.optimizer_step(lr)
 
         shares = {}
@@ -346,6 +350,7 @@ class _Updater:
         # in the whole mini-batch. In float16 it includes the loss scale, as in other losses.
         num_tokens = max(counts.batch_num_tokens + counts.num_echo_tokens, 1)
         token_weight = float(self.engine.optimizer.loss_scale[0]) / num_tokens
+        # The load-balancing loss is averaged over layers, the z-loss is summed over them.
         return Routing(
             loss_weight=self.objective.router_aux_loss_coef / routers.count * token_weight,
             z_weight=self.objective.router_z_loss_coef * token_weight,
@@ -376,7 +381,8 @@ class _Updater:
         engine = self.engine
         prefix = self.objective.name
         num_packed = sum(packed.num_tokens for packed in packed_batches)
-        # Several ranks compute these rows together. Each reports an equal part of the cost.
+        # Several ranks compute these rows together. Each reports all of their tokens and rows, but
+        # only an equal part of the operations.
         num_sharers = engine.processes.world.size / engine.processes.replicas.size
         flops = math.fsum(engine.cost.update_flops_of(packed) for packed in packed_batches)
         return {
@@ -463,7 +469,7 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
 
     Args:
         engine: the model.
-        routing: counters of this rank, which become those of all ranks.
+        routing: counters of this rank; changed in place to the sums over all ranks.
 
     Returns:
         Largest and smallest load of an expert in any layer, as a multiple of the mean load; the
@@ -558,7 +564,7 @@ def _pack_micro_batches(
     tokens = row_tokens(data, engine.packing.image_tokens)
     num_columns = data.batch["response_mask"].shape[1]
     predicted_rows = [number for number, row in enumerate(tokens) if len(row.loss_indices)]
-    lengths = [tokens[number] for number in predicted_rows]
+    lengths = [tokens[number] for number in predicted_rows]  # `RowTokens`, which are lengths too
     longest = max((row.num_prompt_tokens + row.num_response_tokens for row in lengths), default=0)
     if longest > engine.packing.packs_up_to:
         # Such a row cannot be packed with others, so every row gets its own micro-batch.

@@ -207,14 +207,22 @@ def way_of(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Way:
                 trial = _Trial(small_config(config, width=_WIDTH), trust_remote_code)
                 _ways[key] = trial.choose_way()
             except EngineError:
-                # Some architectures do not work with a smaller hidden size. Try again without.
+                # Some architectures work only with their configured hidden size. Keep it.
                 _ways[key] = _Trial(small_config(config), trust_remote_code).choose_way()
     return _ways[key]
 
 
-def choose_attention(model: PreTrainedModel) -> None:
-    """Set transformers' attention in a model that, by its trial, cannot compute packed rows."""
-    way = way_of(model.config)
+def choose_attention(model: PreTrainedModel, *, trust_remote_code: bool = False) -> None:
+    """Set transformers' attention in a model that, by its trial, cannot compute packed rows.
+
+    Args:
+        model: model with the attention `ATTENTION_NAME`, changed in place.
+        trust_remote_code: whether code that ships with the model may run.
+
+    Raises:
+        EngineError: the model cannot be computed; see `way_of`.
+    """
+    way = way_of(model.config, trust_remote_code=trust_remote_code)
     if way.attention != ATTENTION_NAME:
         model.set_attn_implementation(way.attention)
 
@@ -362,6 +370,7 @@ class _Trial:
             expected = transformers_log_probs(model, self.rows)
             computed = self.log_probs_of_rows(model)
         except Exception as error:
+            # Code of an architecture, which may come with the model, can raise anything.
             raise EngineError(
                 f"model {self.name}",
                 got=first_line(error),

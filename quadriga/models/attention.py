@@ -107,7 +107,11 @@ def _attention(
     attention_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function in transformers' interface, which calls the plan of the model's call."""
+    """Attention function in transformers' interface, which calls the plan of the model's call.
+
+    Raises:
+        EngineError: the model was called without a plan, or the layer adds a bias to its scores.
+    """
     if attention_plan is None:
         raise EngineError(
             "attention",
@@ -268,7 +272,7 @@ class PackedAttention:
         self.segments = segments
         self.max_padding = max_padding
         self.block_tokens = block_tokens or default_tokens
-        self.masks: dict[tuple[int, ...], Tensor] = {}
+        self.masks: dict[tuple[int, ...], Tensor] = {}  # of sliding windows; see `_LayerRule`
         self._pieces: dict[Segment, list[PaddedRows]] = {}
 
     @cached_property
@@ -364,6 +368,7 @@ class PackedAttention:
             window = options.window
             if not window or window >= self.runs.longest:
                 window = None  # a window as long as the longest sequence hides nothing
+            # `VarlenAttention` supports a window only if no segment has a prefix.
             if window is None or not self.runs.has_prefixes:
                 out = VarlenAttention.apply(
                     query, key, value, options.sinks, self.runs, scale, window
@@ -385,11 +390,11 @@ class _BlockwiseAttention(torch.autograd.Function):
         out = query.new_empty(query.shape, dtype=torch.float32 if is_wide else query.dtype)
         log_sums = query.new_empty(query.shape[:2], dtype=torch.float32)  # [N, H]
         for block in blocks:
-            block_out, block_sums = block.forward(
+            block_out, block_log_sums = block.forward(
                 block.queries.gather(query), (query, key, value), sinks, rule
             )
             block.queries.scatter(block_out, out)
-            block.queries.scatter(block_sums, log_sums)
+            block.queries.scatter(block_log_sums, log_sums)
         ctx.save_for_backward(query, key, value, sinks, out, log_sums)
         ctx.blocks = blocks
         ctx.rule = rule
@@ -549,15 +554,15 @@ class _QueryBlock:
         if other_runs or sinks is not None:
             out = out.float()
         for run, run_rule in other_runs:
-            run_out, run_sums = flash_forward(run.flash_inputs(queries, inputs), run_rule)
+            run_out, run_log_sums = flash_forward(run.flash_inputs(queries, inputs), run_rule)
             # Views of the block's rows, updated in place.
             row_out = out[run.rows]  # [rows, L, H, D]
-            row_sums = log_sums[run.rows]  # [rows, L, H]
-            run_sums = run_sums.reshape(row_sums.shape)
+            row_log_sums = log_sums[run.rows]  # [rows, L, H]
+            run_log_sums = run_log_sums.reshape(row_log_sums.shape)
             # exp(a) / (exp(a) + exp(b)) = sigmoid(a - b), with a and b the log-sum-exps.
-            share = (run_sums - row_sums).sigmoid_()[..., None]
+            share = (run_log_sums - row_log_sums).sigmoid_()[..., None]
             row_out.lerp_(run_out.reshape(row_out.shape).float(), share)
-            row_sums.copy_(torch.logaddexp(row_sums, run_sums))
+            row_log_sums.copy_(torch.logaddexp(row_log_sums, run_log_sums))
         if sinks is not None:
             # The sink takes a share of the attention and adds nothing to the result.
             with_sinks = torch.logaddexp(log_sums, sinks.float())
@@ -601,7 +606,7 @@ class _QueryBlock:
         # The gradients of the block's own keys are about to be written. Take the sums of other
         # blocks for these keys, which may lie in the same memory.
         finished = sums.pop_copies([keys for keys in self.own_pieces if keys is not self.queries])
-        grad_queries = torch.empty(0)
+        grad_queries = torch.empty(0)  # replaced by the first run, which is the block's own keys
         for run, run_rule in self.visible_runs(queries, rule):
             run_results = [run.select_rows(tensor) for tensor in (grad, out, log_sums)]
             run_inputs = run.flash_inputs(queries, inputs)

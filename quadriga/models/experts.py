@@ -235,7 +235,7 @@ class RoutedTokens:
             num_differing = (differs & is_replayed).sum()
         entropy = -(log_probs.exp() * log_probs).sum()
 
-        # In the order of `Routing.sums`.
+        # In the order of `Routing.sums`. The number of tokens becomes a tensor, like other totals.
         sums[:num_experts].index_add_(
             0, chosen_experts.flatten(), sums.new_ones(chosen_experts.numel())
         )

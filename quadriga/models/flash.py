@@ -315,7 +315,7 @@ class KeyGradientSums(dict[PaddedRows, Sequence[Tensor]]):
         num_keys = key.shape[1]
         sums = cls()
         # Float32 sums of key and value fit into the half-precision gradients of query, key and
-        # value: 4 * 2K <= 2 * (H + 2K).
+        # value: 4 * 2K <= 2 * (H + 2K). An even head size keeps each token's part aligned.
         sums_fit = query.dtype != torch.float32 and num_heads >= 2 * num_keys and size % 2 == 0
         if not (shares_memory and sums_fit):
             return sums, [tensor.new_empty(tensor.shape) for tensor in inputs]

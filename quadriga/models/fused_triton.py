@@ -73,6 +73,7 @@ def _norm_gradients_kernel(
         offsets = rows[:, None].to(tl.int64) * size + columns[None, :]
         scale = tl.load(scales + rows, mask=is_row, other=0.0)[:, None]
         normed = tl.load(hidden + offsets, mask=is_inside, other=0.0).to(tl.float32) * scale
+        # Gradients of the result (outer) and of the normed row (inner).
         outer = tl.load(grad + offsets, mask=is_inside, other=0.0).to(tl.float32)
         total += tl.sum(outer * normed, 0)
         inner = outer * factors[None, :]
@@ -104,7 +105,8 @@ def _gate_gradients_kernel(grad, gate, up, grad_gate, grad_up, num_numbers, NUMB
     outer = tl.load(grad + offsets, mask=is_inside, other=0.0).to(tl.float32)
     factor = tl.load(up + offsets, mask=is_inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(wide)
-    # d silu(x) / dx = sigmoid(x) * (1 + x * (1 - sigmoid(x)))
+    # `inner` is the gradient of silu(gate), and
+    # d silu(x) / dx = sigmoid(x) * (1 + x * (1 - sigmoid(x))).
     inner = (outer * factor).to(grad_gate.dtype.element_ty).to(tl.float32)
     gate_gradient = inner * share * (1 + wide * (1 - share))
     tl.store(grad_gate + offsets, gate_gradient, mask=is_inside)

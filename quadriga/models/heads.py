@@ -9,8 +9,8 @@ the last chunk, so the backward pass starts with that chunk.
 Each part of the vocabulary (a block of a GPU kernel in heads_triton.py, or the rows of a rank,
 `VocabularyShard`) has four statistics per token: the logarithm of its sum of exponentials, the
 entropy within the part, the target's logit, and the sum of squared probabilities within the part;
-then the logits of further targets. Parts are combined by the chain rule of the entropy and by
-squared shares. All terms are positive, so nothing cancels.
+then the logits of the K - 1 further targets, which makes 3 + K numbers. Parts are combined by the
+chain rule of the entropy and by squared shares. All terms are positive, so nothing cancels.
 
 Legend: M tokens to predict, D hidden size, V vocabulary, V' rows of it on this rank, C tokens in a
 chunk, P parts, k likeliest tokens, K targets of a token.
@@ -487,7 +487,7 @@ def _chunked_statistics(
             first_row = 0 if options.shard is None else options.shard.start
             top[0][tokens, :num_best] = best.values
             top[1][tokens, :num_best] = best.indices + first_row
-    return statistics[None], workspace, top
+    return statistics[None], workspace, top  # the whole vocabulary of this rank is one part
 
 
 def _block_statistics(

@@ -150,11 +150,11 @@ def _statistics_kernel(
     if WITH_SQUARES:
         sum_p_squared = squares / (total * total)
     # This part's rows of the result [P, 4, M], in the order of `statistics`.
-    to = result + part * 4 * num_tokens + tokens
-    tl.store(to, peak + log_total, mask=is_token)
-    tl.store(to + num_tokens, entropy, mask=is_token)
-    tl.store(to + 2 * num_tokens, chosen, mask=is_token)
-    tl.store(to + 3 * num_tokens, sum_p_squared, mask=is_token)
+    addresses = result + part * 4 * num_tokens + tokens
+    tl.store(addresses, peak + log_total, mask=is_token)
+    tl.store(addresses + num_tokens, entropy, mask=is_token)
+    tl.store(addresses + 2 * num_tokens, chosen, mask=is_token)
+    tl.store(addresses + 3 * num_tokens, sum_p_squared, mask=is_token)
 
 
 @triton.jit
@@ -204,7 +204,8 @@ def _gradients_kernel(
         COLUMNS,
     )
     log_p = z - tl.load(normalizer + tokens, mask=is_token, other=0.0)[:, None]
-    # g onehot_t - p (g + h (log p + H)), with g and h the gradients of log-prob and entropy.
+    # g onehot_t - p (g + h (log p + H)), with g the gradient of the log-prob (`outer`), and h that
+    # of the entropy (`height`).
     slope = tl.zeros((TOKENS, ROWS), dtype=tl.float32) + outer[:, None]
     if WITH_ENTROPY:
         height = tl.load(grad_entropy + tokens, mask=is_token, other=0.0)
@@ -212,9 +213,9 @@ def _gradients_kernel(
         slope += height[:, None] * (log_p + entropies[:, None])
     is_target = rows[None, :] == target_row[:, None]
     grad = tl.where(is_target, outer[:, None], 0.0) - tl.exp(log_p) * slope
-    to = result + tokens[:, None].to(tl.int64) * num_rows + rows[None, :]
+    addresses = result + tokens[:, None].to(tl.int64) * num_rows + rows[None, :]
     mask = is_token[:, None] & (rows[None, :] < num_rows)
-    tl.store(to, (grad * scale).to(result.dtype.element_ty), mask=mask)
+    tl.store(addresses, (grad * scale).to(result.dtype.element_ty), mask=mask)
 
 
 def statistics(
@@ -232,7 +233,7 @@ def statistics(
         hidden: states [M, D] in half precision.
         weight: [V', D] in the dtype of `hidden`.
         bias: [V'] or None.
-        target_rows: [M] rows of the targets in `weight`; -1 if it does not have the target.
+        target_rows: [M] rows of the targets in `weight`; -1 if the target is not there.
         temperature: divides the logits.
         with_entropy: whether to compute the entropies, which are otherwise zero.
         with_squares: whether to compute the squares, which are otherwise zero.
@@ -288,7 +289,7 @@ def logit_gradients(
         hidden: states [C, D] in half precision.
         weight: [V', D] in the dtype of `hidden`.
         bias: [V'] or None.
-        target_rows: [C] rows of the targets in `weight`; -1 if it does not have the target.
+        target_rows: [C] rows of the targets in `weight`; -1 if the target is not there.
         token_inputs: gradient of the log-probs; gradient of the entropies, or None; normalisers
             and entropies of the whole vocabulary; [C] each. A `_TokenInputs` of `models.heads`.
 

@@ -314,8 +314,8 @@ def skeleton_causal_lm(
         path: folder or hub name.
         trust_remote_code: whether code that ships with the model may run.
         override_config: entries of the model's configuration to replace.
-        auto_class: class of transformers that builds the model, whose rows must be packable. None:
-            chosen by the configuration.
+        auto_class: class of transformers that builds the model, which is then assumed to compute
+            packed rows. None: chosen by the configuration, and the model is tried.
 
     Raises:
         EngineError: the architecture is unknown or cannot be computed here.

@@ -48,7 +48,7 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
         EngineError: the adapter matches no module, or a module that cannot have an adapter.
         ConfigError: PEFT is missing, or the adapter to start from is of another kind than LoRA.
     """
-    # Found before PEFT adds factors, which are on "meta" until the loop below.
+    # Ask before PEFT adds factors, which are on "meta" until the loop below.
     device = next(model.parameters()).device
     _inject_factors(model, adapter_shape(section))
     parameters = model.named_parameters()
@@ -200,6 +200,7 @@ def _inject_factors(model: PreTrainedModel, shape: AdapterShape) -> None:
         modules = getattr(config, key)
         if isinstance(modules, set):
             setattr(config, key, sorted(modules))
+    # Refuse modules that PEFT adapts if they are named, but that are not computed as linear ones.
     for layer in _adapted_modules(model):
         base = layer.get_base_layer()
         if type(base) is nn.Linear and base is not head:
@@ -230,6 +231,7 @@ def _unknown_modules_error(
     listed = ", ".join(suffixes[:_MAX_NAMES])
     if len(suffixes) > _MAX_NAMES:
         listed += f" and {len(suffixes) - _MAX_NAMES} more"
+    # The first line of the error, without a bracket that the line leaves open.
     reason = str(error).partition("\n")[0].rstrip("( ")
     example = next(iter(linear_names), "none")
     return EngineError(

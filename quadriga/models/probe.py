@@ -200,6 +200,7 @@ def describe_model(path: str | Path, *, trust_remote_code: bool = False) -> Iter
     way = way_of(config, trust_remote_code=trust_remote_code)
     yield f"architecture: {(config.architectures or [config.model_type])[0]}"
     description = "packed, with shared prompts"
+    # A way has a reason only if rows are not packed.
     if way.reason:
         description = (
             f"one row at a time, by the attention '{way.attention}' of transformers ({way.reason})"
@@ -212,6 +213,6 @@ def describe_model(path: str | Path, *, trust_remote_code: bool = False) -> Iter
     if difference is not None:
         result = f"off by at most {difference:.1g} nats, {BOUND} allowed"
     yield (
-        "log-probs beside transformers' own forward, on its weights in float32: "
+        "log-probs compared with transformers' own forward, on the model's weights in float32: "
         f"{result}; {time.perf_counter() - start:.1f} s"
     )

@@ -65,7 +65,7 @@ def load_reward_model(
             config=config,
         )
     require_scoring_model(path, model, sorted(info["missing_keys"]))
-    choose_attention(model)
+    choose_attention(model, trust_remote_code=trust_remote_code)
     if is_packed(model):
         fuse(model)
     return model.to(device).eval()

@@ -82,10 +82,10 @@ class PackedRuns:
 
         Args:
             query: [N, H, D].
-            *keys: [N, K, D] each.
+            *keys: key and value, [N, K, D] each.
 
         Returns:
-            Queries [R, H, D] that see a prefix, and keys [P, K, D] of prefixes.
+            Queries [R, H, D] that see a prefix; key and value [P, K, D] of the prefixes.
         """
         queries = query.index_select(0, self.continuing_tokens)
         return [queries, *(tensor.index_select(0, self.prefix_tokens) for tensor in keys)]
@@ -111,27 +111,29 @@ class VarlenAttention(torch.autograd.Function):
         num_left = None if window is None else window - 1
         inputs = (query, key, value)
         # The first call: causal within each segment.
-        out, sums = _forward(inputs, runs.causal, runs.causal, True, scale, num_left)
+        out, log_sums = _forward(inputs, runs.causal, runs.causal, True, scale, num_left)
         if runs.has_prefixes:
             # The second call: all of a prefix, for the tokens that continue it.
             prefix_inputs = runs.select_prefix_inputs(query, key, value)
-            prefix_out, prefix_sums = _forward(
+            prefix_out, prefix_log_sums = _forward(
                 prefix_inputs, runs.continuations, runs.prefixes, False, scale
             )
             causal_out = out.index_select(0, runs.continuing_tokens)  # [R, H, D]
-            causal_sums = sums.index_select(1, runs.continuing_tokens)  # [H, R]
+            causal_log_sums = log_sums.index_select(1, runs.continuing_tokens)  # [H, R]
             # The prefix's share of the attention: exp(a) / (exp(a) + exp(b)) = sigmoid(a - b).
-            share = (prefix_sums - causal_sums).sigmoid_().t()[..., None]  # [R, H, 1]
+            share = (prefix_log_sums - causal_log_sums).sigmoid_().t()[..., None]  # [R, H, 1]
             merged = causal_out.float().lerp_(prefix_out.float(), share).to(out.dtype)
             out.index_copy_(0, runs.continuing_tokens, merged)
-            sums.index_copy_(1, runs.continuing_tokens, torch.logaddexp(prefix_sums, causal_sums))
+            log_sums.index_copy_(
+                1, runs.continuing_tokens, torch.logaddexp(prefix_log_sums, causal_log_sums)
+            )
         if sinks is not None:
             # The sink takes a share of the attention and adds nothing to the result.
-            with_sinks = torch.logaddexp(sums, sinks.float()[:, None])  # [H, N]
-            share = (sums - with_sinks).exp_().t()[..., None]
+            with_sinks = torch.logaddexp(log_sums, sinks.float()[:, None])  # [H, N]
+            share = (log_sums - with_sinks).exp_().t()[..., None]
             out = (out * share).to(out.dtype)
-            sums = with_sinks
-        ctx.save_for_backward(query, key, value, sinks, out, sums)
+            log_sums = with_sinks
+        ctx.save_for_backward(query, key, value, sinks, out, log_sums)
         ctx.runs = runs
         ctx.scale = scale
         ctx.num_left = num_left
@@ -139,18 +141,18 @@ class VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, out_grad):
-        *inputs, sinks, out, sums = ctx.saved_tensors
+        *inputs, sinks, out, log_sums = ctx.saved_tensors
         runs = ctx.runs
         scale = ctx.scale
         if out_grad.stride(-1) != 1:
             out_grad = out_grad.contiguous()  # kernels take heads without gaps
-        results = (out_grad, out, sums)
+        results = (out_grad, out, log_sums)
         grads = _backward(results, inputs, runs.causal, runs.causal, True, scale, ctx.num_left)
         if runs.has_prefixes:
             prefix_results = [
                 tensor.index_select(0, runs.continuing_tokens) for tensor in (out_grad, out)
             ]
-            prefix_results.append(sums.index_select(1, runs.continuing_tokens))
+            prefix_results.append(log_sums.index_select(1, runs.continuing_tokens))
             prefix_grads = _backward(
                 prefix_results,
                 runs.select_prefix_inputs(*inputs),
@@ -166,7 +168,7 @@ class VarlenAttention(torch.autograd.Function):
         grad_sinks = None
         if sinks is not None:
             # A sink has no value, so a larger share of it shrinks the result.
-            shares = (sinks.float()[:, None] - sums).exp_()
+            shares = (sinks.float()[:, None] - log_sums).exp_()
             projections = (out_grad.float() * out.float()).sum(-1).t()  # [H, N]
             grad_sinks = -(shares * projections).sum(1).to(sinks.dtype)
         return *grads, grad_sinks, None, None, None
@@ -193,7 +195,7 @@ def _forward(
     Returns:
         The result [tokens, H, D], and its log-sum-exps [H, tokens].
     """
-    out, sums, *_ = _aten._flash_attention_forward(
+    out, log_sums, *_ = _aten._flash_attention_forward(
         *inputs,
         queries.offsets,
         keys.offsets,
@@ -205,7 +207,7 @@ def _forward(
         scale=scale,
         **_window_options(num_left),
     )
-    return out, sums
+    return out, log_sums
 
 
 def _backward(
@@ -222,7 +224,7 @@ def _backward(
     Args:
         results: gradient and value [tokens, H, D] of the merged result, and its log-sum-exps
             [H, tokens].
-        inputs: as in `_forward`, like the arguments after it.
+        inputs: query [tokens, H, D], key and value [tokens, K, D].
         queries: runs of queries.
         keys: runs of keys.
         is_causal: whether attention within a run is causal.
@@ -232,12 +234,12 @@ def _backward(
     Returns:
         The gradients of the inputs.
     """
-    grad, out, sums = results
+    grad, out, log_sums = results
     grads = _aten._flash_attention_backward(
         grad,
         *inputs,
         out,
-        sums,
+        log_sums,
         queries.offsets,
         keys.offsets,
         queries.longest,

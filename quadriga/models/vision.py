@@ -59,7 +59,7 @@ def attention_of(config: PreTrainedConfig, attention: str) -> str | dict[str, st
         attention: implementation for the decoder. A vision encoder uses "sdpa".
 
     Returns:
-        `attention` for a text model, else a dictionary by part.
+        `attention` for a text model, else a dictionary by part, in which "" is the whole model.
     """
     if not is_vision(config):
         return attention
@@ -105,7 +105,7 @@ class ImageTokens:
         return num_patches // self.patches_per_token
 
     def locate(
-        self, tokens: np.ndarray, inputs: Mapping[str, Tensor], size: int | None = None
+        self, tokens: np.ndarray, inputs: Mapping[str, Tensor], num_prompt_tokens: int | None = None
     ) -> tuple[np.ndarray, str]:
         """Find the tokens whose embeddings are replaced by those of a row's images and videos.
 
@@ -113,19 +113,21 @@ class ImageTokens:
             tokens: tokens of the prompt, and perhaps of a response. In a response, the model may
                 have generated image tokens that stand for no image.
             inputs: the model's inputs, with `image_grid_thw` and `video_grid_thw` [I, 3].
-            size: number of tokens of the prompt. None: all tokens.
+            num_prompt_tokens: how many of the tokens are the prompt. None: all.
 
         Returns:
             Indices [E] of the tokens, those of images before those of videos; and the problem if
-            the numbers of tokens and embeddings do not match, else "".
+            the numbers of tokens and embeddings do not match, such as "3 tokens with id 9 for 4
+            embeddings of images", else "".
         """
         masks = [tokens == token for token in self.token_ids]
         if self.video_bounds is not None:
-            # Both kinds have the same token. It is a video's after a start of a video that has not
-            # ended yet.
+            # Both kinds have the same token. It belongs to a video if more videos have started
+            # before it than have ended.
             starts, ends = (np.cumsum(tokens == bound) for bound in self.video_bounds)
             masks = [masks[0] & (starts <= ends), masks[1] & (starts > ends)]
-        num_prompt_tokens = len(tokens) if size is None else size
+        if num_prompt_tokens is None:
+            num_prompt_tokens = len(tokens)
         token_indices = []
         problems = []
         for token, mask, name in zip(self.token_ids, masks, GRIDS, strict=True):
@@ -139,7 +141,7 @@ class ImageTokens:
             # model generated, which have none.
             num_in_prompt = np.count_nonzero(indices < num_prompt_tokens)
             if not num_in_prompt <= num_embeddings <= len(indices):
-                kind = name.split("_")[0]
+                kind = name.split("_")[0]  # "image" or "video"
                 problems.append(
                     f"{len(indices)} tokens with id {token} for {num_embeddings} embeddings "
                     f"of {kind}s"
@@ -304,7 +306,7 @@ class VisionEncoderCost:
             return None
         settings = model.config.vision_config
         encoder = vision_encoder(model)
-        # The modules that merge patches multiply embeddings; all other modules multiply patches.
+        # Modules that merge patches compute once per embedding, all other modules once per patch.
         num_token_parameters = 0
         for name, module in encoder.named_children():
             if "merger" in name or name == "downsample":

@@ -58,14 +58,14 @@ class ConvertedFiles:
         self._groups = _group_sources(files, model, to_files)
         self._group_of = {}
         self.shapes: dict[str, torch.Size] = {}
-        for group, members in self._groups.items():
+        for group_name, group in self._groups.items():
             # Convert empty tensors to find out the names and shapes of the results.
             with torch.device("meta"):
-                empty = {name: torch.empty(files.shapes[name]) for name, _ in members.sources}
-            for target, tensor in self._convert_group(group, empty).items():
+                empty = {name: torch.empty(files.shapes[name]) for name, _ in group.sources}
+            for target, tensor in self._convert_group(group_name, empty).items():
                 self.shapes[target] = tensor.shape
-                self._group_of[target] = group
-        self._last_group = ""
+                self._group_of[target] = group_name
+        self._last_group_name = ""  # "": nothing has been read
         self._last_tensors: dict[str, Tensor] = {}
 
     def read(self, name: str) -> Tensor:
@@ -74,38 +74,38 @@ class ConvertedFiles:
         A conversion may have several results. They stay in memory until a weight of another
         conversion is read.
         """
-        group = self._group_of[name]
-        if self._last_group != group:
+        group_name = self._group_of[name]
+        if self._last_group_name != group_name:
             # Free the previous results before the next sources are read.
-            self._last_group = ""
+            self._last_group_name = ""
             self._last_tensors = {}
-            sources = self._groups[group].sources
+            sources = self._groups[group_name].sources
             tensors = {source: self._files.read(source) for source, _ in sources}
-            self._last_tensors = self._convert_group(group, tensors)
-            self._last_group = group
+            self._last_tensors = self._convert_group(group_name, tensors)
+            self._last_group_name = group_name
         return self._last_tensors[name]
 
-    def _convert_group(self, group: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _convert_group(self, group_name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert the source tensors of a group.
 
         Args:
-            group: name of the group.
+            group_name: name of the group, which is the target name of its first result.
             tensors: the group's source tensors, by name. A converter removes them.
 
         Returns:
             The converted tensors, by name.
         """
-        members = self._groups[group]
-        if members.converter is None:
-            source, _ = members.sources[0]
-            return {group: tensors[source]}
+        group = self._groups[group_name]
+        if group.converter is None:
+            source, _ = group.sources[0]
+            return {group_name: tensors[source]}
         # A converter collects tensors, so each conversion needs a copy of it. Remove tensors from
         # the dictionary, so that the converter can free each one as soon as possible.
-        converter = deepcopy(members.converter)
+        converter = deepcopy(group.converter)
         add_tensor: Any = converter.add_tensor
-        for name, pattern in members.sources:
-            add_tensor(group, name, pattern, tensors.pop(name))
-        results = converter.convert(group, model=self._model, config=self._model.config)
+        for name, pattern in group.sources:
+            add_tensor(group_name, name, pattern, tensors.pop(name))
+        results = converter.convert(group_name, model=self._model, config=self._model.config)
         # A converter may return a single tensor as a list.
         converted = {}
         for name, result in results.items():
@@ -142,6 +142,7 @@ def _group_sources(
     # In natural order (2 before 10): the experts of a layer are stacked in the order of sources.
     groups = {}
     for name in sorted(files.shapes, key=dot_natural_key):
+        # The pattern is that of a converter; None if no converter takes this name.
         target, pattern = rename_source_key(
             name, renamings, converters, prefix, module_weights, reverse=to_files
         )

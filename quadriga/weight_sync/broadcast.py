@@ -154,8 +154,8 @@ class Channel:
         every later one except those with a single parameter larger than a bucket.
 
         Returns:
-            The header; and the bucket, [bytes] uint8, or None. A bucket is valid until the next
-            call.
+            The header; and the bucket, [bytes] uint8, or None after the last header of a
+            publication. A bucket is valid until the next call.
 
         Raises:
             WeightSyncError: the connection broke.
@@ -283,7 +283,7 @@ class WeightReceiver(CopiedWeights):
 
     Args:
         address: the sender's address.
-        rank: one of its `ranks`.
+        rank: rank of this process in the rollout's worker group, one of `address.ranks`.
         device: device on which buckets are received.
     """
 

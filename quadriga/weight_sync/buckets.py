@@ -58,7 +58,7 @@ def pack(
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         tensor_bytes = flat.numel()
         entry = [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset]
-        # A parameter larger than a bucket is alone in its own, which can be its own memory.
+        # A parameter larger than a bucket is sent from the memory that it has, without a copy.
         if tensor_bytes > size and allocate is None:
             content = flat
             return entry

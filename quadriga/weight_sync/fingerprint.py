@@ -143,7 +143,8 @@ def _odd_numbers(count: int, stream: int, device: torch.device) -> torch.Tensor:
     Returns:
         [count] int64.
     """
+    # Different sequences start 2^40 apart, and so have no index in common.
     indices = torch.arange(1, count + 1, dtype=torch.int64, device=device).add_(stream << 40)
     mixed = indices.mul_(-7046029254386353131)  # 2^64 divided by the golden ratio, as int64
-    mixed.bitwise_xor_(mixed >> 29).mul_(-4658895280553007687)
+    mixed.bitwise_xor_(mixed >> 29).mul_(-4658895280553007687)  # a factor of splitmix64, as int64
     return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

@@ -30,8 +30,8 @@ class WeightTarget(Protocol):
 
         Args:
             weights: names and tensors [...]. A tensor's memory is reused when the iterator
-                continues, so tensors must be copied. An engine with `has_frozen_weights` may
-                receive only the matrices of an adapter, which complete the weights that it has.
+                continues, so tensors must be copied. An engine that still has the frozen weights
+                below an adapter (`has_frozen_weights`) may receive the adapter's matrices alone.
             version: version of the weights.
         """
 
@@ -170,7 +170,7 @@ class CopiedWeights:
         converted_weights = stream()
         try:
             target.load_weights(converted_weights, version)
-            # If the target stops early, the sender must still get rid of the other parameters.
+            # A target may stop early. Read the rest, because the sender waits until it is read.
             for _ in converted_weights:
                 pass
             # Earlier fingerprints stay: the matrices of an adapter are no complete set.

@@ -252,6 +252,7 @@ class ReshardedWeights:
         # All ranks make the same plan from the same data; each keeps only its own moves.
         itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
         buckets, self.num_sliced = plan(held_boxes, wanted_boxes, itemsizes, self.bucket_bytes)
+        # A bucket without any is kept, too, because all ranks exchange every bucket together.
         for bucket in buckets:
             moves = [move for move in bucket if self.rank in (move.sender, move.receiver)]
             self._buckets.append(moves)
@@ -400,15 +401,15 @@ class ReshardedWeights:
             Each move, and a view of its block in `memory`; None for a move within this rank, whose
             block is not in a bucket.
         """
-        end = 0
+        start = 0
         for move in moves:
             if not move.num_bytes:
                 yield move, None
                 continue
-            flat = memory[end : end + move.num_bytes].view(self._dtypes[move.name])
+            flat = memory[start : start + move.num_bytes].view(self._dtypes[move.name])
             # The block ends before the padding that aligns the next one.
             yield move, flat[: move.box.numel].view(move.box.shape)
-            end += move.num_bytes
+            start += move.num_bytes
 
     def _compare(self, sent: torch.Tensor, received: torch.Tensor) -> None:
         """Compare what this rank received with what the senders say that they sent.
@@ -470,6 +471,7 @@ class ReshardedWeights:
         return values
 
     def _name_activity(self, activity: str) -> str:
+        """Say which rank waits for what, for the error of a lost peer."""
         return f"weight sync, rank {self.rank} of {self.size}, in {activity}"
 
 

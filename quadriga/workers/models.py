@@ -207,7 +207,7 @@ def load_reward_scorer(
     loaded, missing = _read_by_shard(RewardScorer(skeleton), folder)
     # Then check that the files have all weights.
     require_scoring_model(path, skeleton, missing)
-    choose_attention(skeleton)
+    choose_attention(skeleton, trust_remote_code=trust_remote_code)
     return loaded
 
 

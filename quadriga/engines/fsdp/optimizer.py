@@ -20,9 +20,10 @@ from quadriga.errors import EngineError
 logger = logging.getLogger(__name__)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's names of its moments."""
+# Factors of the losses in float16.
 _FIRST_SCALE = 2.0**16
 _LARGEST_SCALE = 2.0**24
-_STEPS_TO_DOUBLE = 400
+_STEPS_TO_DOUBLE = 400  # finite gradients in a row after which the factor doubles
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ class MasterOptimizer:
                 self._round_to_bfloat16()
             self._weights.refresh_compute()
         elif float(self.loss_scale[0]) == 1.0:
-            # A larger scale may itself be why float16 overflows, so such steps do not count.
+            # With a larger scale, the scale itself may be why float16 overflows. Then the step does
+            # not count, and the scale is halved below.
             self.num_nonfinite_steps += 1
         if self._is_float16:
             self._adapt_loss_scale(is_finite=is_finite)

@@ -89,7 +89,7 @@ class ReplicatedWeights:
         totals = {}
         for name in self.trained:
             parameter = self.parameters[name]
-            # A hook has moved the gradients of rounded parameters to float32 sums.
+            # A hook has moved the gradient of a parameter with a separate master to a float32 sum.
             has_master = name in self._with_master
             total = self.sums.get(name) if has_master else parameter.grad
             if total is None:

@@ -437,7 +437,7 @@ class ShardedWeights(PartialWeights):
         head_weight = getattr(model.get_output_embeddings(), "weight", None)
         # Stages after the first have no embedding.
         if isinstance(table, nn.Embedding) and table.weight is not head_weight:
-            # Not left to the root, whose parameters stay gathered for the whole pass.
+            # As a part of the root, the table would stay gathered for the whole pass.
             fully_shard(table, **options)
         fully_shard(self.root, **options)
 
@@ -468,6 +468,7 @@ class ShardedWeights(PartialWeights):
                 master.grad = torch.zeros_like(master)
             else:
                 master.grad = parameter.grad.to_local()
+            # Experts are no exception: with expert parallelism tp is 1, and nothing is summed.
             if self.shard_specs[name].tensor_dimension is None:
                 replicated.append(name)
         self._sum_gradients_of_copies(replicated)
@@ -519,7 +520,7 @@ def _gather_shards(
     Args:
         shard: this rank's shard.
         mesh: one-dimensional mesh.
-        dimension: the dimension that is sharded, as `part_of` does.
+        dimension: the sharded dimension, which `part_of` has divided.
         shape: shape of the result.
 
     Returns:
@@ -581,7 +582,7 @@ def shard(
     expert_names = set()
     if processes.experts is not None:
         expert_names = shard_experts(model, processes.experts.get_group("ep"))
-    # The last stage's copy of a tied embedding, by its name there, with its name in the full model.
+    # In the last stage: name of its copy of a tied embedding, with the embedding's name.
     copies = keep_stage(model, processes) if layout.pp > 1 else {}
 
     shard_specs = {}

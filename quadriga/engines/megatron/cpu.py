@@ -74,6 +74,7 @@ def _replace_cuda() -> Iterator[None]:
     with (
         _OnCPU(),
         patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        # For None, Megatron would create a CUDA stream. Nothing uses this text.
         patch.object(dispatcher, "cuda_dtoh_stream", "none"),
         patch.object(dispatcher, "_maybe_dtoh_and_synchronize", _convert_splits),
         patch.object(random, "_CUDA_RNG_STATE_TRACKER", _EmptyStateTracker()),

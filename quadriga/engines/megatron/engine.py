@@ -77,6 +77,7 @@ class UndividedTokens(SharedTokens):
     def select_predictors(
         self, hidden: torch.Tensor, batch: PackedBatch, *, has_sharded_head: bool
     ) -> ScoredTokens:
+        """Select as `SharedTokens` does; a sharded head's gradients of `hidden` are summed over tp."""
         if self.processes.layout.tp > 1 and has_sharded_head:
             # The identity, but it sums gradients: each rank scores a part of the vocabulary.
             hidden = copy_to_tensor_model_parallel_region(hidden)
@@ -93,11 +94,11 @@ class MegatronSchedule:
     is_interleaved: bool  # whether a rank has virtual stages
 
     def num_micro_batches(self, number: int) -> int:
-        """Number of micro-batches to run if there are `number`: at least one for each stage."""
+        """Smallest number of micro-batches, at least `number`, that the schedule can run."""
         num_stages = self.processes.layout.pp
+        # Every schedule needs at least one for each stage, the interleaved one multiples of that.
         if not self.is_interleaved:
             return max(number, num_stages)
-        # Megatron's interleaved schedule takes multiples of the stages.
         return -(-max(number, num_stages) // num_stages) * num_stages
 
     def run(
@@ -215,6 +216,11 @@ class MegatronEngine(FSDPEngine):
         super().__init__(scorer, **options)
 
     def _arrange_parameters(self, read: ReadWeight | None) -> MegatronWeights:
+        """Build Megatron's modules of this rank and their weights, which replace the full model.
+
+        Args:
+            read: reads full parameters; None if the model has values.
+        """
         processes = self.processes
         model = self.scorer.model
         layout = processes.layout
@@ -264,6 +270,7 @@ class MegatronEngine(FSDPEngine):
         return weights
 
     def describe(self) -> dict[str, Any]:
+        """Describe the engine as `FSDPEngine` does, and which modules compute."""
         choices = super().describe()
         config = self.stage.chunks[0].config
         _, _, linear_reason = linear_modules(self.device)

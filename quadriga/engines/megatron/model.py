@@ -121,7 +121,8 @@ class Rotary(nn.Module):
         Returns:
             [n, 1, 1, d].
         """
-        angles = torch.outer(positions.float(), self.frequencies)
+        angles = torch.outer(positions.float(), self.frequencies)  # [n, d / 2]
+        # Number i of a head and number i + d / 2 are rotated by the same angle.
         return torch.cat([angles, angles], -1)[:, None, None]
 
 
@@ -165,7 +166,8 @@ class Attention(nn.Module):
 class Router(TopKRouter):
     """Megatron's router, with replay, and with torch's matrix product on any device."""
 
-    tokens: RoutedTokens | None = None  # tokens of the current call of its layer
+    # Tokens of the current call of its layer. None: choices are neither replayed nor recorded.
+    tokens: RoutedTokens | None = None
 
     def store_tokens(self, layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
         """Hook of the layer: set `tokens`, also when the layer is recomputed for gradients.
@@ -234,6 +236,7 @@ class Experts(nn.Module):
         width = config.moe_ffn_hidden_size
         size = config.hidden_size
         options: dict[str, Any] = {
+            # On a CPU, `megatron_context` makes this call return the CPU.
             "device": torch.cuda.current_device(),
             "dtype": config.params_dtype,
         }
@@ -289,7 +292,11 @@ def loop_reason_of(config: TransformerConfig, device: torch.device) -> str:
 
 
 def linear_modules(device: torch.device) -> tuple[type, type, str]:
-    """Choose classes of column-parallel and row-parallel linear modules; say which, and why."""
+    """Choose classes of column-parallel and row-parallel linear modules.
+
+    Returns:
+        The two classes, and a text that says which were chosen and why.
+    """
     if device.type != "cuda":
         reason = "Transformer Engine is for CUDA"
     elif not transformer_engine.HAVE_TE:
@@ -482,11 +489,11 @@ def build_chunks(
             _layer_specs(config, num_layers, device),
             # Padded to a multiple of tp.
             vocab_size=-(-num_vocabulary // tp) * tp,
-            max_sequence_length=0,
+            max_sequence_length=0,  # read for learned positions and by Megatron's inference only
             pre_process=is_first,
             post_process=is_last,
-            # In other chunks, a tied head is a copy of the table. Both get the sum of the gradients
-            # of both, so they stay equal.
+            # In different chunks, a tied head is a copy of the table. Each gets the sum of both
+            # gradients, so they stay equal.
             share_embeddings_and_output_weights=is_first and is_last and can_share_table,
             position_embedding_type="rope",
             vp_stage=virtual_stage,

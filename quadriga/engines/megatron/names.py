@@ -222,9 +222,11 @@ def _problem_of(config: Any, layout: Layout, megatron: MegatronConfig) -> str:
 
 
 def _divides_evenly(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
-    """Whether all stages for which no number of layers is set get the same number.
+    """Whether Megatron can divide the layers over the stages.
 
-    Embedding and loss count as layers if Megatron's settings say so.
+    The first and the last stage may have a set number of layers, which must be a multiple of the
+    virtual stages. All other stages must get the same number. Embedding and loss count as layers if
+    Megatron's settings say so.
 
     Args:
         num_layers: layers of the model.
@@ -238,7 +240,7 @@ def _divides_evenly(num_layers: int, pp: int, megatron: MegatronConfig) -> bool:
         if settings.get(f"account_for_{part}_in_pipeline_split"):
             num_remaining += 1
 
-    # The first and the last stage may have a set number of layers. Leave them out of the division.
+    # Leave stages with a set number of layers out of the division.
     num_stages = pp
     for position in ("first", "last"):
         num_explicit = settings.get(f"num_layers_in_{position}_pipeline_stage")

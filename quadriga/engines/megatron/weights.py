@@ -97,6 +97,7 @@ class MegatronWeights(PartialWeights):
         for key, parameter in self.parameters.items():
             parameter.requires_grad_(bool(self.trained))
             if self.trained and dtype != torch.float32:
+                # Sum the gradients of micro-batches in float32.
                 parameter.register_post_accumulate_grad_hook(partial(_add_to, self.sums, key))
         self.masters = {}
         with torch.no_grad():
@@ -160,7 +161,7 @@ class MegatronWeights(PartialWeights):
             scorer: the full model.
             chunks: Megatron's modules of this rank.
             device: device for a head of one output.
-            dtype: dtype for it.
+            dtype: dtype for such a head.
 
         Returns:
             Parameters by layer of the full model and name within the layer. Outside of layers, by
@@ -186,6 +187,7 @@ class MegatronWeights(PartialWeights):
     def _view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """View a model shard within Megatron's parameter, or within its gradient."""
         place, _ = self.places[name]
+        # Only the view of the embedding or the head needs a number of rows, to leave out padding.
         num_rows = self.parameter_specs[self.names[name]].shape[0]
         _, num_local_rows = part_of(num_rows, self.processes.layout.tp, self.processes.place.tp)
         return view_of(place, tensor, self.head_sizes, num_local_rows)

@@ -79,7 +79,7 @@ def _forward_experts(
     num_sent = sent_counts.sum(1).tolist()
     num_received = received_counts.sum(1).tolist()
 
-    # Send the tokens, compute, and send the outputs back.
+    # Send the tokens, compute, and send the outputs back. Choice i is one of token i // k.
     states = hidden[order // chosen.shape[1]]
     states = _Exchange.apply(states, num_sent, num_received, group)
     # Local expert of each received token: from each rank, tokens arrive in the order of experts.
@@ -92,7 +92,7 @@ def _forward_experts(
         experts = experts.new_zeros(1)
     # One expert per token, with weight 1: the sender applies the scores.
     outputs = compute(states, experts[:, None], scores.new_ones(len(experts), 1))
-    outputs = outputs[: sum(num_received)]
+    outputs = outputs[: sum(num_received)]  # without the zero token
     outputs = _Exchange.apply(outputs, num_received, num_sent, group)
 
     # Restore the order of tokens and choices.

@@ -46,7 +46,7 @@ class _PassThrough(nn.Module):
 
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
-    """Divide layers over stages. If they cannot be equal, the first stages have one layer more.
+    """Find the layers of one stage. Stages get equal numbers, or the first ones get one more.
 
     Args:
         num_layers: layers of the model.
@@ -70,12 +70,11 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
         processes: the ranks of the engine.
 
     Returns:
-        For a head that is tied to the embedding of the first stage: the name of the head's weight,
-        with the name of the embedding's weight in the full model. Empty without such a head, and in
-        all stages except the last.
+        In the last stage, if the head is tied to the embedding, which the first stage has: the name
+        of the head's weight, mapped to the name of the embedding's weight. Otherwise empty.
 
     Raises:
-        EngineError: the architecture does not have the expected modules.
+        EngineError: the backbone does not have its layers and norm under these names.
     """
     base: Any = backbone(model)
     for attribute in ("layers", "norm"):
@@ -157,7 +156,7 @@ class Stage(nn.Module):
         return torch.stack([loss(outputs)])  # not a view, which the schedule refuses
 
     def num_micro_batches(self, number: int) -> int:
-        """Number of micro-batches to run if there are `number`: at least one for each stage."""
+        """Smallest number of micro-batches, at least `number`, for the schedules: one per stage."""
         return max(number, self.processes.layout.pp)
 
     def run(
@@ -210,10 +209,12 @@ class Stage(nn.Module):
         if not is_training:
             ScheduleGPipe(stage, len(work), None).step(*inputs, number=numbers)
             return self.outputs
-        # The loss function only sums: the last stage's outputs are losses already.
+        # The loss function only sums: the last stage's outputs are losses already. They are
+        # normalised, so the schedule must not divide gradients by the number of micro-batches.
         schedule = Schedule1F1B(
             stage, len(work), lambda loss, number: loss.sum(), scale_grads=False
         )
+        # The schedule needs a target for each micro-batch, which the loss function ignores.
         targets = {"target": numbers} if is_last else {}
         schedule.step(*inputs, number=numbers, **targets)
         return self.outputs

@@ -43,7 +43,7 @@ class Processes:
     def arrange(cls, world: ProcessGroup, layout: Layout) -> "Processes":
         """Form the process groups of a layout.
 
-        Every rank of the world calls it, in the same order of layouts.
+        All ranks of the world must call this for the same layouts, in the same order.
 
         Args:
             world: all ranks.
@@ -55,6 +55,7 @@ class Processes:
         """
         place = layout.place(world.rank)
         if layout.is_whole:
+            # Each rank has the whole model, so all ranks are replicas.
             return cls(layout, place, world, world)
         # Roles with the same layout share their groups, unless the ranks have met again in between,
         # which makes older groups invalid.
@@ -88,11 +89,12 @@ def _meshes_of(
     """Create the meshes `storage`, `work` and `experts`, once for each layout and meeting."""
     make_mesh = functools.partial(_make_mesh, device_type, meeting)
     ranks = torch.arange(layout.world_size)
-    # Ranks are numbered with tp as the last axis, which the meshes of parameters have before fsdp.
+    # In the numbers of ranks, tp is the last axis. In the meshes of parameters, fsdp comes last.
     ranks = ranks.view(layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
     experts = None
     if layout.ep > 1:
-        # Neighbouring ranks hold different experts. -1: all replicas of the experts.
+        # Neighbouring ranks hold different experts. -1: number of replicas of the experts, which
+        # may be larger than that of other weights; see `Layout.edp`.
         expert_ranks = ranks.reshape(layout.pp, -1, layout.edp, layout.ep).transpose(2, 3)
         experts = make_mesh(expert_ranks, EXPERT_NAMES)
     storage = make_mesh(ranks.transpose(2, 3), STORAGE_NAMES)
@@ -103,7 +105,7 @@ def _meshes_of(
 def _make_mesh(
     device_type: str, meeting: int, ranks: torch.Tensor, names: tuple[str, ...]
 ) -> DeviceMesh:
-    """Create a mesh whose axes share the process groups of other axes with the same ranks.
+    """Create a mesh. Axes with the same ranks, also of different meshes, share a process group.
 
     DeviceMesh alone would form a group, and with NCCL a communicator, for each axis.
 

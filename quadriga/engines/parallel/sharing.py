@@ -57,6 +57,7 @@ class SharedTokens(Sharing):
             self.vocabulary = VocabularyShard(processes.group("tp"), start)
 
     def inputs(self, batch: PackedBatch) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """Tokens [1, N/S] that this rank embeds, positions of these tokens, and attention plan."""
         if self.processes.layout.sp == 1:
             return super().inputs(batch)
         # All ranks of a tp group get the same tokens, which the embedding divides.
@@ -77,6 +78,7 @@ class SharedTokens(Sharing):
         return start + offset, part_size
 
     def first_token(self, batch: PackedBatch) -> int | None:
+        """Packed index of this rank's first embedding; None if it has all embeddings."""
         if self.processes.layout.sp == self.num_parts == 1:
             return None
         start, _ = self._local_tokens(batch)
@@ -85,11 +87,22 @@ class SharedTokens(Sharing):
     def select_predictors(
         self, hidden: Tensor, batch: PackedBatch, *, has_sharded_head: bool
     ) -> ScoredTokens:
+        """Select the hidden states of the tokens from which this rank predicts a target.
+
+        Args:
+            hidden: last hidden states [n, D] of this rank's tokens.
+            batch: the packed batch.
+            has_sharded_head: whether tensor parallelism shards the head.
+
+        Returns:
+            States, targets and a function to join the scores of all ranks; see `ScoredTokens`.
+        """
         start, size = self._local_tokens(batch)
         if self.num_parts > 1 and has_sharded_head:
             # All ranks of a tp group score the group's tokens, each with its part of the head.
             hidden = Collective.apply(hidden, self.processes.group("tp"), all_gather)
             start, size = self._tokens_of_sp_rank(batch)
+        # With a sharded head, the ranks of a tp group already have equal outputs.
         groups = self._groups(with_tp=not has_sharded_head)
         if not groups:
             return super().select_predictors(hidden, batch, has_sharded_head=has_sharded_head)
@@ -102,6 +115,7 @@ class SharedTokens(Sharing):
         return states, batch.targets[indices], join
 
     def routed_tokens(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
+        """Describe this rank's n tokens for the routers of a mixture of experts."""
         routed = super().routed_tokens(batch, num_tokens)
         groups = self._groups()
         if groups:
@@ -129,6 +143,7 @@ class SharedTokens(Sharing):
         return groups
 
     def join_tokens(self, values: Tensor) -> Tensor:
+        """Join the values [n, ...] of all ranks to [N, ...] on every rank."""
         for group in self._groups():
             values = all_gather(values, group)
         return values
@@ -179,7 +194,8 @@ class UlyssesAttention:
         num_copies = self.size // math.gcd(key.shape[1], self.size)
         queries_per_head = query.shape[1] // key.shape[1]
         if queries_per_head % num_copies:
-            # The queries of a head cannot be divided over its copies: make a copy for each query.
+            # The query heads of a key-value head cannot be divided evenly over that many copies:
+            # make a copy for each query head.
             num_copies = queries_per_head
         if num_copies > 1:
             key = key.repeat_interleave(num_copies, 1)

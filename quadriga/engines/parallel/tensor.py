@@ -93,7 +93,7 @@ def shard_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
             # A colwise projection needs the tokens of all ranks, whether it is sharded or not.
             parent, _, _ = match["name"].rpartition(".")
             colwise_parents[parent] = base.get_submodule(parent)
-            # Plain "colwise" keeps the module's own forward; the others gather their outputs.
+            # Plain "colwise" keeps the module's own forward; the other style gathers outputs.
             if style != "colwise":
                 if module.out_features % size:
                     # Only equal shards can be gathered, so this projection is not sharded.
@@ -151,11 +151,11 @@ def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[
     if has_own_forward and not hasattr(table, "embed_scale"):
         raise EngineError(
             f"tensor parallelism of {type(model).__name__}",
-            got=f"an embedding of its own, {type(table).__name__}",
+            got=f"a custom embedding class, {type(table).__name__}",
             expected="an embedding that looks up rows of a table, and may scale them",
             fix="Set tensor_model_parallel_size=1.",
         )
-    # Found before the table is sharded, which replaces the table's weight.
+    # Compare before the table is sharded, which replaces the table's weight.
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     paths = {id(module): name for name, module in model.named_modules()}
     start, _ = part_of(table.weight.shape[0], dist.get_world_size(group), dist.get_rank(group))
@@ -206,7 +206,8 @@ def _gather_tokens(
 
 def _colwise_gathered_forward(module: Any, group: dist.ProcessGroup, inputs: Tensor) -> Tensor:
     """Forward pass of a colwise projection with gathered outputs: [1, N, D] -> [1, N, out]."""
-    local = linear(inputs[0], module.weight, module.bias)
+    local = linear(inputs[0], module.weight, module.bias)  # [N, out / tp]
+    # Transposed, because `all_gather` concatenates along the first dimension.
     return Collective.apply(local.t(), group, all_gather).t()[None].contiguous()
 
 
@@ -218,7 +219,8 @@ def _rowwise_forward(
     Args:
         module: the projection.
         group: the tensor-parallel ranks.
-        columns: this rank's part of the last dimension of `inputs`.
+        columns: this rank's part of the last dimension of `inputs`; everything if the projection
+            before has computed only this part.
         inputs: [1, N, ...].
 
     Returns:

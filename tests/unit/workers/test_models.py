@@ -2,6 +2,7 @@
 """Models that do not fit a run's processes or sequences are refused by their configurations alone; weights that ranks
 share are read when they are cut, and never whole."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import CheckpointError, ConfigError, EngineError
+from quadriga.models.architecture import is_packed
 from quadriga.models.load import load_config
 from quadriga.models.scorers import PolicyScorer, ValueScorer
 from quadriga.workers.models import (
@@ -550,3 +552,55 @@ def test_a_sharded_reward_model_is_read_when_it_is_cut(
         load_reward_scorer(
             str(tmp_path / "policy"), torch.float32, SHARDED, trust_remote_code=False
         )
+
+
+JUDGE_CODE = """
+from transformers import (
+    AutoModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
+
+
+class JudgeConfig(LlamaConfig):
+    model_type = "judge"
+
+
+class JudgeModel(LlamaModel):
+    config_class = JudgeConfig
+
+
+AutoModel.register(JudgeConfig, JudgeModel, exist_ok=True)  # the classifier builds it
+
+
+class JudgeForCausalLM(LlamaForCausalLM):
+    config_class = JudgeConfig
+
+
+class JudgeForSequenceClassification(LlamaForSequenceClassification):
+    config_class = JudgeConfig
+"""
+
+
+def test_a_reward_model_with_its_own_code_is_tried_with_this_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and sharded."""
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    judge = tmp_path / "judge"
+    LlamaForSequenceClassification(TINY).save_pretrained(judge)
+    (judge / "judge.py").write_text(JUDGE_CODE)
+    entries = json.loads((judge / "config.json").read_text())
+    entries["model_type"] = "judge"
+    entries["auto_map"] = {
+        "AutoConfig": "judge.JudgeConfig",
+        "AutoModelForCausalLM": "judge.JudgeForCausalLM",
+        "AutoModelForSequenceClassification": "judge.JudgeForSequenceClassification",
+    }
+    (judge / "config.json").write_text(json.dumps(entries))
+    for processes in (WHOLE, SHARDED):
+        loaded = load_reward_scorer(str(judge), torch.float32, processes, trust_remote_code=True)
+        assert is_packed(loaded.scorer.model)
