@@ -461,7 +461,8 @@ class ServedStream(GenerationStream):
 
         def report_failure(done: Future[int]) -> None:
             """Report an error of the save to the driver."""
-            # Not by `_report`, whose events the driver handles: here `events` raises the error.
+            # Not by `_report`, which counts events that the driver handles: this error is raised by
+            # `events` in the driver's call.
             if done.exception() is not None:
                 self._queued_events.put(("saved", 0, done.result))
 
@@ -482,7 +483,8 @@ class ServedStream(GenerationStream):
 
         Returns:
             The events: ("ended", group, its rows), ("loaded", version, version of the weights since
-            then) or ("saved", 0, responses from `save`).
+            then), ("saved", 0, responses from `save`), or from a member of a rollout group that no
+            longer follows its leader ("over", 0, None).
         """
         events = []
         deadline = time.monotonic() + EVENTS_WITHIN_S

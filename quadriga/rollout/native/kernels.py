@@ -393,7 +393,7 @@ def _load() -> Kernels:
         OSError, RuntimeError: the library cannot be stored or loaded, or there is no home
             directory.
     """
-    limit = cpu_limit()
+    limit = cpu_limit()  # such as "ATEN_CPU_CAPABILITY=avx2"; "" without a limit
     if limit:
         raise _UnavailableError(f"{limit} excludes AVX-512")
     if not torch.cpu._is_avx512_supported():
