@@ -281,11 +281,15 @@ class GenerationStream:
                 for row, future in enumerate(futures):
                     places[future] = (group, row)
             # A dictionary keeps the order: ended responses come before unfinished ones.
-            responses = {future: future.result() for future in places if future.done()}
+            responses = {}
+            for future in places:
+                # A group that was aborted since `groups` was taken has cancelled futures.
+                if future.done() and not future.cancelled():
+                    responses[future] = future.result()
             responses |= engine.unfinished()
             saved = []
             for future, response in responses.items():
-                # Skip responses of groups that were aborted or started since `groups` was taken.
+                # Skip responses of groups that were started since `groups` was taken.
                 if future in places:
                     saved.append((*places[future], *_response_fields(response)))
             report(engine.num_steps, saved)
