@@ -319,7 +319,9 @@ class _FewLayers:
         response = [token % sizes.vocabulary for token in range(max(2, round(lengths.response)))]
         prompt = [token % sizes.vocabulary for token in range(max(1, round(lengths.prompt)))]
         rows = []
-        for row in range(max(1, min(int(num_tokens) // len(response), self.num_sequences))):
+        # Prompts are not counted, because responses share them.
+        num_rows = max(1, min(int(num_tokens) // len(response), self.num_sequences))
+        for row in range(num_rows):
             # Each prompt begins with its number, and has several responses.
             first = row // self.config.actor_rollout_ref.rollout.n % sizes.vocabulary
             rows.append(([first, *prompt[1:]], response))
@@ -372,7 +374,8 @@ class _FewLayers:
             self.engine.optimizer_step(0.0)  # at a learning rate of 0
             release_free_memory()
         _, peak = resident_bytes()
-        # Gradients and moments stay; the factor is for the tensors that an update frees again.
+        # Gradients and moments stay allocated. The rest of the growth is compared with the tensors
+        # that an update frees again: if no freed memory is kept, both are equal.
         growth = peak - resident - predicted.optimizer - predicted.gradients
         kept_share = growth / (predicted.activations + predicted.working) - 1.0
         return max(0.0, *self.measurement.world.gather(kept_share))

@@ -694,14 +694,14 @@ class TritonKernels:
         key: Tensor,
         value: Tensor,
         scale: float,
-        own: KeysAndValues,
+        responses: KeysAndValues,
         prefixes: KeysAndValues,
         places: SlotPlaces,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """Compute attention of one new token per row over the row's prefix and response.
 
-        The new token's key and value are also written to `own`, where row r is slot r. All tensors
+        The new token's key and value are also written to `responses`, where row r is slot r. All tensors
         have the dtype of the cache.
 
         Args:
@@ -709,7 +709,7 @@ class TritonKernels:
             key: [R, K, d].
             value: [R, K, d].
             scale: factor of the scores.
-            own: KV cache of the responses.
+            responses: KV cache of the responses.
             prefixes: KV cache of the prefixes.
             places: where the tokens of each row are.
             options: window, softcap and sinks of the layer.
@@ -727,7 +727,7 @@ class TritonKernels:
         # With few rows, cut the keys of each row into parts, so that enough programs occupy the
         # GPU. Tensors in Triton need a power of two, so the number is rounded up to one.
         prefix_room = prefixes.keys.shape[2]
-        own_room = own.keys.shape[2]
+        own_room = responses.keys.shape[2]
         num_tiles = triton.cdiv(prefix_room + own_room, _TOKENS)
         num_parts = min(_NUM_PROGRAMS // (num_rows * num_keys), num_tiles, _MAX_PARTS)
         parts = triton.next_power_of_2(max(num_parts, 1))
@@ -752,7 +752,7 @@ class TritonKernels:
             query,
             key,
             value,
-            *own,
+            *responses,
             *prefixes,
             *places,
             sinks,
