@@ -61,6 +61,7 @@ def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
     engines = []
     num_shares = num_shares or len(makers)
     try:
+        # 0: a single engine need not share, so `OMP_NUM_THREADS` stays as it is.
         with process_environment(num_shares if num_shares > 1 else 0):
             for make in makers:
                 engines.append(make())
@@ -211,6 +212,7 @@ class Balancer(RolloutEngine):
         def generate_rows(number: int) -> list[Completion]:
             """Generate the responses of an engine's rows."""
             engine = self.engines[number]
+            # Each engine reports its progress to the balancer's own caller.
             engine.count_ended = self.count_ended
             try:
                 return engine.generate_batch(
@@ -486,6 +488,7 @@ class Balancer(RolloutEngine):
                 if isinstance(error, Exception):
                     failed[number] = error
                 else:
+                    # Raises an error that is no Exception, such as KeyboardInterrupt.
                     results[number] = future.result()
         return results, failed
 

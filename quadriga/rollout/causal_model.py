@@ -75,6 +75,7 @@ class CausalModelEngine(RolloutEngine):
 
     @property
     def has_dropped_weights(self) -> bool:
+        """Whether a sleep has freed the parameters, and no load has brought them since."""
         return bool(self._freed)
 
     def sleep(self) -> None:
@@ -91,6 +92,7 @@ class CausalModelEngine(RolloutEngine):
                 storage.resize_(0)
 
     def allocate_weights(self) -> None:
+        """Allocate the memory of parameters that a sleep has freed. It holds no values yet."""
         for storage, num_bytes in self._freed:
             storage.resize_(num_bytes)
         self._freed.clear()
@@ -122,7 +124,8 @@ class CausalModelEngine(RolloutEngine):
         return [(name, tensor.detach()) for name, tensor in (*parameters, *buffers)]
 
     def fingerprint(self) -> Fingerprint:
-        # In a sleep that has freed the parameters, their memory must not be read.
+        """Fingerprint of the weights; empty while a sleep has freed them."""
+        # Freed memory must not be read.
         return fingerprint(() if self.has_dropped_weights else self.named_weights())
 
     def _require_room(self, prompts: Prompts, sampling: Sampling) -> None:
@@ -137,7 +140,7 @@ class CausalModelEngine(RolloutEngine):
         """
         config = self.model.config.get_text_config()
         num_positions = getattr(config, "max_position_embeddings", None)
-        limits = []
+        limits = []  # pairs of a limit in tokens and its source
         if self.max_model_len is not None:
             limits.append((self.max_model_len, "actor_rollout_ref.rollout.max_model_len"))
         if num_positions is not None:

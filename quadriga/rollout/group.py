@@ -96,8 +96,8 @@ class RolloutGroup:
             The object that the leader has sent.
         """
         length = torch.empty(1, dtype=torch.int64)
-        wait = waiting(f"{self} for its leader") if is_idle else nullcontext()
-        with detect_lost_peer(f"{self}, in a message of its leader"), wait:
+        reported_wait = waiting(f"{self} for its leader") if is_idle else nullcontext()
+        with detect_lost_peer(f"{self}, in a message of its leader"), reported_wait:
             dist.broadcast(length, self.ranks[0], self.messages)
             # The leader sends None as an empty message.
             if not int(length):
@@ -122,8 +122,9 @@ class RolloutGroup:
         Returns:
             [B, V].
         """
-        # all_gather needs equal shapes, so all ranks pad to the width of rank 0, the largest. Only
-        # the last ranks have padding, so it ends up on the right and is cut off.
+        # all_gather needs equal shapes, so all ranks pad to the width of rank 0, the largest. As
+        # with `torch.chunk`, only the last ranks have fewer columns, such as 3, 3, 3, 1 for V = 10.
+        # So all padding ends up on the right, where it is cut off.
         _, width = part_of(total, self.size, 0)
         padding = (0, width - part.shape[1])
         padded = torch.nn.functional.pad(part, padding).contiguous()

@@ -191,7 +191,7 @@ class Servers:
                     self._num_in_flight[client] -= 1
         raise RolloutError(
             f"{self.where}, {description}",
-            # The rounds often fail with the same error.
+            # The rounds often fail with the same errors, which are named once.
             got="no answer; " + "; ".join(dict.fromkeys(failures)),
             expected="a server that answers",
             fix=f"Check whether the servers of {self.setting} run.",
@@ -369,7 +369,7 @@ class HTTPEngine(RolloutEngine):
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_tokens,
-            **sampling.drawing,
+            **sampling.drawing,  # temperature, top_p, top_k, min_p
             "seed": sampling.seed % (1 << SEED_BITS),
             "stop": list(sampling.stop) or None,
             "include_stop_str_in_output": True,
@@ -566,7 +566,7 @@ class ServedScorer:
                 if served.get("id") == self.model and limit:
                     limits.append((client, limit))
         self.max_tokens: int | None = None
-        self._least_room: HTTPClient | None = None
+        self._least_room: HTTPClient | None = None  # the server with the lowest limit
         if limits:
             self._least_room, self.max_tokens = min(limits, key=itemgetter(1))
         self._thread = EventLoopThread("scorer")

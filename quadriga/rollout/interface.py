@@ -156,7 +156,8 @@ class Completion:
             where: the response, for the error.
 
         Raises:
-            RolloutError: there are more tokens, or none, or not a log-probability for each.
+            RolloutError: there are more than `max_tokens` tokens, none in a response that was not
+                aborted, or not a log-probability for each.
         """
         length = len(self.token_ids)
         # An aborted response may have no token yet.
@@ -390,8 +391,8 @@ class RolloutEngine(WeightTarget, ABC):
     def unfinished(self) -> dict[Future[Completion], Completion]:
         """Unfinished responses so far, for engines whose responses another engine can continue.
 
-        Only to be called between two steps. The responses have the order in which they go on after
-        the KV cache was computed anew.
+        Only to be called between two steps. The responses are in the order in which they go on if
+        the KV cache is computed anew.
         """
         raise NotImplementedError
 
@@ -557,6 +558,9 @@ class RolloutEngine(WeightTarget, ABC):
             sampling: how each response is sampled.
             limit: most tokens of a prompt and its response.
             source: setting or property that the limit comes from, for the error.
+
+        Raises:
+            RolloutError: a prompt with a response of `max_tokens` exceeds the limit.
         """
         for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             if len(prompt) + params.max_tokens > limit:

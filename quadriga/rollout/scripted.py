@@ -163,7 +163,7 @@ class ScriptedEngine(RolloutEngine):
         return token_ids
 
     def _next_response(self, prompt: list[int]) -> CannedResponse:
-        """Choose the next response for a prompt by the part of the prompt's text that it contains.
+        """Take the next response of the scripted part that the prompt's text contains.
 
         Raises:
             RolloutError: there is no response for the prompt, or no tokenizer to decode it.

@@ -230,7 +230,8 @@ def append_responses(
     if any(row_routes is not None for row_routes in routes):
         columns[ROUTES] = _scatter_routes(routes, attention_mask)
 
-    # Responses continue the prompt's positions, on all axes.
+    # Responses continue the prompt's positions on all axes: the last positions, [B, 1] or
+    # [B, 3, 1], plus 1 to T.
     prompt_positions = prompts["position_ids"]
     steps = torch.arange(1, response_length + 1, device=device)
     positions = (prompt_positions[..., -1:] + steps).to(prompt_positions.dtype)

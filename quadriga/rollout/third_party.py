@@ -158,7 +158,7 @@ class ThirdPartyEngine(RolloutEngine):
             raise WeightSyncError(
                 where,
                 got=f"{self.title} rejected the weights: {reason}",
-                expected="a load",
+                expected="weights that it loads",
                 fix=f"{_LOG} Unfinished responses have to end before weights are published:"
                 " wait for them, or call abort().",
             ) from error
@@ -326,11 +326,13 @@ def split_log_probs(
     unknown = [math.nan] * len(reported)
     if log_probs_of == "processed_logprobs":
         # Temperature and filters have been applied. Without filters both kinds are the same.
-        return unknown if is_filtered else reported, list(reported)
+        log_probs = unknown if is_filtered else reported
+        return log_probs, list(reported)
     # Raw log-probabilities are at temperature 1, but training divides logits by the temperature.
     if not sampling.is_greedy and sampling.temperature != 1:
         return unknown, []
-    return reported, [] if is_filtered else list(reported)
+    sampling_log_probs = [] if is_filtered else list(reported)
+    return reported, sampling_log_probs
 
 
 def require_known_experts(name: str, model: PreTrainedModel, known: Collection[str] = ()) -> None:

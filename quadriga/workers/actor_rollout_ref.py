@@ -102,7 +102,8 @@ class ActorRolloutRefWorker(Learner):
             reserves_memory = device.type == "cuda" and "gpu_memory_utilization" in reads_keys
             if reserves_memory:
                 # Free the memory of training first. The actor's weights can be offloaded, because
-                # such an engine has its own copy of them.
+                # such an engine has its own copy of them. `offload_training` returns a text that
+                # begins with a semicolon, or "".
                 choices["weights"] += self.offload_training()
                 memory = held_memory(device)
                 require_device_memory(
@@ -199,6 +200,7 @@ class ActorRolloutRefWorker(Learner):
         Returns:
             Description of the choice, to be printed.
         """
+        # Whether the models compute in float32 on an accelerator.
         is_wide = self.engine.device.type != "cpu" and self.engine.dtype == torch.float32
         route = adapter_route(self.config, is_wide_on_accelerator=is_wide)
         if self.has_rollout and self.generation.engine.shares_weights:
@@ -272,6 +274,7 @@ class ActorRolloutRefWorker(Learner):
             config: section with the settings.
             outputs: which outputs `infer` returns besides log-probs, such as `with_entropy=True`.
         """
+        # Rows of a micro-batch; None: only its tokens are limited.
         num_sequences = config.log_prob_micro_batch_size_per_gpu
         if config.log_prob_use_dynamic_bsz:
             num_sequences = None
@@ -407,7 +410,7 @@ class ActorRolloutRefWorker(Learner):
             see `join_shares`.
         """
         copied = {}
-        marks = PendingFingerprints()
+        fingerprints = PendingFingerprints()
         with self.engine.awake("weights"):
             # All ranks take part in gathering each tensor, and take turns in copying one: together
             # they copy from their devices to the host faster than a single one.
@@ -416,9 +419,9 @@ class ActorRolloutRefWorker(Learner):
                     device = tensor.device if self.has_rollout else "cpu"
                     # Convert and compute fingerprints on the device, which is faster than the host.
                     weight = tensor.detach().to(self.engine.dtype)
-                    marks.add(name, weight)
+                    fingerprints.add(name, weight)
                     copied[name] = weight.to(device, copy=True)
-        return WeightCopy(copied, marks.read())
+        return WeightCopy(copied, fingerprints.read())
 
     @register(Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:
@@ -441,9 +444,9 @@ class ActorRolloutRefWorker(Learner):
                 own_address, store = open_store(self.place.master_addr, ranks, self.world_size)
             address = self.engine.world.gather(own_address)[0]
             meeting = partial(meet, address, self.rank, device, store)
-            sync = ReshardedWeights if has_shards(self.config) else StreamedWeights
+            sync_class = ReshardedWeights if has_shards(self.config) else StreamedWeights
             size = self.world_size + len(ranks)
-            self.resharding = sync(self.rank, size, device, bucket_bytes, meeting)
+            self.resharding = sync_class(self.rank, size, device, bucket_bytes, meeting)
             return address if self.rank == 0 else None
 
         # Otherwise rank 0 alone sends, and it sends full weights.

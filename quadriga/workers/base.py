@@ -203,6 +203,8 @@ def held_memory(device: torch.device) -> HeldMemory:
 def warn_about_other_programs(device: torch.device) -> None:
     """Print a warning if other programs hold much of a GPU. Call it before models are loaded.
 
+    Warns once, even if several roles of this process use the GPU.
+
     Args:
         device: the GPU of this rank.
     """
@@ -582,7 +584,8 @@ class Learner(EngineWorker):
     def copy_state(self, step: int) -> None:
         """Start to copy the model and its optimizer after a step, in the background."""
         offloaded = self.engine.offloaded
-        # The engine waits for `copying` before it changes or offloads tensors.
+        # `on_host` returns the host's copy of a tensor that is offloaded. The engine waits for
+        # `copying` before it changes or offloads tensors.
         offloaded.copying = self.copier.start(step, offloaded.on_host)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -591,7 +594,8 @@ class Learner(EngineWorker):
 
         Args:
             plan: the plan by which the copies were made.
-            read: called with a rank, the first byte and the number of bytes, which it returns.
+            read: called with a rank, a first byte and a number of bytes; returns these bytes of the
+                rank's copy.
         """
         with self.engine.awake(*ALL_KINDS):
             read_copy(plan, read, self.engine.state(COPIED))

@@ -174,6 +174,7 @@ def _write_derived_files(folder: Path, contents: frozenset[str], model: PreTrain
         weights = open_weights(folder / MODEL)
         # Merge the adapter, so that users can load the model without PEFT.
         if adapter:
+            # Names in this folder have a prefix, as in "frozen.lm_head.weight".
             frozen = DistributedFiles(folder / FROZEN, prefix=f"{FROZEN}.")
             weights = MergedFiles(frozen, weights, adapter.scale, folder)
         (folder / HF_FOLDER).mkdir(exist_ok=True)

@@ -94,7 +94,7 @@ def measure_cpu(
             that its libraries count in their memory.
 
     Returns:
-        The devices with the share of each rank.
+        The devices, with the figures of one rank that measures beside all others.
     """
     with (
         TemporaryDirectory() as folder,
@@ -216,8 +216,8 @@ class Measurement:
             gc.collect()
             release_free_memory()
         fewer, more = measured
-        of_layer = {}
-        of_ends = {}
+        of_layer = {}  # seconds of one layer, by name of the measurement
+        of_ends = {}  # seconds of embedding, head and sampling
         for name, fewer_s in fewer.items():
             # A layer takes some time, whatever another program has added to the first measurement.
             of_layer[name] = max(0.0, more[name] - fewer_s) / (_NUM_LAYERS[1] - _NUM_LAYERS[0])
@@ -303,7 +303,7 @@ class _FewLayers:
         )
 
     def _micro_batch(self, most_tokens: int) -> list[tuple[list[int], list[int]]]:
-        """Make rows of mean lengths: a full micro-batch, or fewer rows if it took too long.
+        """Make rows of mean lengths: a full micro-batch, or fewer rows if that would take too long.
 
         Args:
             most_tokens: tokens of a full micro-batch.
@@ -319,7 +319,9 @@ class _FewLayers:
         response = [token % sizes.vocabulary for token in range(max(2, round(lengths.response)))]
         prompt = [token % sizes.vocabulary for token in range(max(1, round(lengths.prompt)))]
         rows = []
-        for row in range(max(1, min(int(num_tokens) // len(response), self.num_sequences))):
+        # Prompts are not counted, because responses share them.
+        num_rows = max(1, min(int(num_tokens) // len(response), self.num_sequences))
+        for row in range(num_rows):
             # Each prompt begins with its number, and has several responses.
             first = row // self.config.actor_rollout_ref.rollout.n % sizes.vocabulary
             rows.append(([first, *prompt[1:]], response))
@@ -332,7 +334,7 @@ class _FewLayers:
         override = policy.override_config
         if self.role == CRITIC and self.config.critic.model.path:
             path = self.config.critic.model.path
-            override = {}
+            override = {}  # the configured one is for the policy's model
         assert path is not None, "the sizes were read from its config.json"
         override = {**override, "num_hidden_layers": self.num_layers}
         layer_types = load_config(path).get_text_config().to_dict().get("layer_types")
@@ -372,7 +374,8 @@ class _FewLayers:
             self.engine.optimizer_step(0.0)  # at a learning rate of 0
             release_free_memory()
         _, peak = resident_bytes()
-        # Gradients and moments stay; the factor is for the tensors that an update frees again.
+        # Gradients and moments stay allocated. The rest of the growth is compared with the tensors
+        # that an update frees again: if no freed memory is kept, both are equal.
         growth = peak - resident - predicted.optimizer - predicted.gradients
         kept_share = growth / (predicted.activations + predicted.working) - 1.0
         return max(0.0, *self.measurement.world.gather(kept_share))
@@ -409,6 +412,7 @@ class _FewLayers:
             row, all time counts as time of tokens.
         """
         more = pack_rows(self.rows, _CPU)
+        # A quarter of the rows, rounded up.
         fewer = pack_rows(self.rows[: -(-len(self.rows) // 4)], _CPU)
         seconds = self.measurement.seconds
         more_s = seconds(lambda: compute(more), self._clear)
@@ -457,7 +461,7 @@ class _FewLayers:
         num_tokens = round(lengths.prompt)
         start_s = self._generation_s(engine, num_sequences, num_tokens, 1, num_samples=rollout.n)
         # Measure decode steps as in the middle of a response: with prompts that are longer by half
-        # a response, unless these take too long to compute.
+        # a response, unless these take too long to compute: 2 operations per parameter and token.
         num_operations = 2 * _NUM_LAYERS[1] * self.plan.sizes.layer_parameters * num_sequences
         most_tokens = int(_PASS_S * self.measurement.flops / num_operations)
         middle = round(lengths.prompt + (lengths.response - _DECODE_STEPS) / 2)

@@ -121,7 +121,8 @@ def _choose_unpredicted(
         device_bytes: memory of the device.
     """
     is_adapted = role == ACTOR and config.actor_rollout_ref.model.has_adapter
-    # Unlike activations, the state of weights and optimizer has a known size for any model.
+    # Unlike activations, the state of weights and optimizer has a known size for any model. 0: all
+    # parameters count as outside of experts.
     state_bytes = plan.layout.state_bytes(
         0, plan.sizes.num_parameters, plan.itemsize, is_trained=not is_adapted
     )

@@ -472,7 +472,7 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
         update = cost.update_flops(1, 1, 0) / 1e9
         yield (
             f"{text}; {num_active / 1e6:.1f} M multiply it: {forward:.3g} GFLOP forward, "
-            f"{update:.3g} learned from, attention aside"
+            f"{update:.3g} in an update, attention aside"
         )
         dtype = choose_dtype(section.fsdp_config.model_dtype, device).value
         num_bytes = layout.state_bytes(
@@ -483,7 +483,7 @@ def sizes_of_models(config: Config, *, has_critic: bool) -> Iterator[str]:
             state = "frozen weights"  # those of an adapter are few
         yield (
             f"{where}: a process keeps about {num_bytes / 1e9:.3g} GB of {state} "
-            f"({layout.describe()}, {str(dtype)[6:]})"
+            f"({layout.describe()}, {str(dtype).removeprefix('torch.')})"
         )
         plan = RolePlan(module_sizes(skeleton), layout)
         yield f"{where}: {describe_update(config, where, plan)}"

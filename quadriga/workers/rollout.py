@@ -133,8 +133,8 @@ class RolloutWorker(Worker):
             rollout = self.config.actor_rollout_ref.rollout
             bucket_bytes = rollout.update_weights_bucket_megabytes << 20
             meeting = partial(meet, address, rank, self.device)
-            sync = ReshardedWeights if has_shards(self.config) else StreamedWeights
-            self._receiver = sync(rank, size, self.device, bucket_bytes, meeting)
+            sync_class = ReshardedWeights if has_shards(self.config) else StreamedWeights
+            self._receiver = sync_class(rank, size, self.device, bucket_bytes, meeting)
             # Received tensors are never overwritten during a load, so the engine need not clone them.
             self.generation.engine.is_load_stable = True
             return

@@ -281,11 +281,15 @@ class GenerationStream:
                 for row, future in enumerate(futures):
                     places[future] = (group, row)
             # A dictionary keeps the order: ended responses come before unfinished ones.
-            responses = {future: future.result() for future in places if future.done()}
+            responses = {}
+            for future in places:
+                # A group that was aborted since `groups` was taken has cancelled futures.
+                if future.done() and not future.cancelled():
+                    responses[future] = future.result()
             responses |= engine.unfinished()
             saved = []
             for future, response in responses.items():
-                # Skip responses of groups that were aborted or started since `groups` was taken.
+                # Skip responses of groups that were started since `groups` was taken.
                 if future in places:
                     saved.append((*places[future], *_response_fields(response)))
             report(engine.num_steps, saved)
@@ -461,7 +465,8 @@ class ServedStream(GenerationStream):
 
         def report_failure(done: Future[int]) -> None:
             """Report an error of the save to the driver."""
-            # Not by `_report`, whose events the driver handles: here `events` raises the error.
+            # Not by `_report`, which counts events that the driver handles: this error is raised by
+            # `events` in the driver's call.
             if done.exception() is not None:
                 self._queued_events.put(("saved", 0, done.result))
 
@@ -482,7 +487,8 @@ class ServedStream(GenerationStream):
 
         Returns:
             The events: ("ended", group, its rows), ("loaded", version, version of the weights since
-            then) or ("saved", 0, responses from `save`).
+            then), ("saved", 0, responses from `save`), or from a member of a rollout group that no
+            longer follows its leader ("over", 0, None).
         """
         events = []
         deadline = time.monotonic() + EVENTS_WITHIN_S

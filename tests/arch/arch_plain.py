@@ -53,8 +53,6 @@ VAGUE_WITH_TAIL = re.compile(
 # Vague names of the public interface, by file. Callers use them, so they stay.
 PUBLIC_NAMES: dict[str, set[str]] = {
     "quadriga/algorithms/masked.py": {"others"},
-    "quadriga/rollout/native/kernels.py": {"own"},
-    "quadriga/rollout/native/kernels_triton.py": {"own"},
 }
 # A docstring that begins so completes a sentence that stands elsewhere.
 INCOMPLETE_START = re.compile(

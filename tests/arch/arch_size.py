@@ -35,7 +35,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "quadriga/rollout/native/kernels_triton.py:_attend_to_keys": "a kernel takes pointers and sizes one by one",
     "quadriga/rollout/native/kernels_triton.py:_attention_kernel": "a kernel takes pointers and sizes one by one",
     "quadriga/rollout/native/kernels_triton.py:_combine_kernel": "a kernel takes pointers and sizes one by one",
-    "quadriga/rollout/native/kernels_triton.py:_weigh_kernel": "a kernel takes pointers and sizes one by one",
+    "quadriga/rollout/native/kernels_triton.py:_summarize_kernel": "a kernel takes pointers and sizes one by one",
     "quadriga/rollout/native/kernels_triton.py:_draw_kernel": "a kernel takes pointers and sizes one by one",
 }
 

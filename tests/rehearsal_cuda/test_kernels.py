@@ -104,5 +104,5 @@ def test_norms_rotary_positions_gates_and_sampling_compile(capability: int) -> N
     for is_asked in (True, False):
         shape = SAMPLING | {"HAS_TEMPERATURE": is_asked, "HAS_GREEDY": is_asked}
         shape |= {} if is_asked else {"temperature": None, "is_greedy": None}
-        compiled(kernels_triton._weigh_kernel, capability, shape, num_warps=8)
+        compiled(kernels_triton._summarize_kernel, capability, shape, num_warps=8)
         compiled(kernels_triton._draw_kernel, capability, shape, "*fp64")

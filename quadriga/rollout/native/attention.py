@@ -128,8 +128,9 @@ def _append_prefixes(states: list[Tensor], other_states: list[Tensor], width: in
     """Append the keys, or the values, of a second prefix cache to those of a first one.
 
     Args:
-        states: of the first cache: [P, K, S, D] of each layer, replaced by [P + p, K, width, D].
-        other_states: of the second cache: [p, K, s, D] of each layer; without rows afterwards.
+        states: keys or values of the first cache, [P, K, S, D] for each layer. Each is replaced by
+            the joined tensor, [P + p, K, width, D].
+        other_states: the same of the second cache, [p, K, s, D] for each layer. They are emptied.
         width: length of the longest prefix of both caches.
     """
     for layer, added in enumerate(other_states):
@@ -523,11 +524,13 @@ class DecodePlan:
         if window not in self.window_masks:
             tokens = torch.tensor([lengths, positions, self.written], device=self.device)
             prefix_lengths, _, written = tokens
-            # First key in the window, counted once from the start of the prefix (where the new
-            # token is at `positions`) and once from the start of the response (at `written`).
+            # First key in the window of each slot, [R], counted once from the start of the prefix
+            # (the new token is at `positions`) and once from the start of the response (the new
+            # token is at `written`). These are the last two rows of `tokens`.
             prefix_starts, response_starts = tokens[1:] - window + 1
-            by_slot = hidden_mask(prefix_lengths, max(self.lengths), prefix_starts)
-            # From a row per slot to a row per cell and query head, as `attend` arranges queries.
+            by_slot = hidden_mask(prefix_lengths, max(self.lengths), prefix_starts)  # [R, 1, 1, S]
+            # From a row per slot to a row per cell and query head, as `attend` arranges queries:
+            # [R, 1, 1, S] -> [P, n, 1, S] -> [P, 1, n * G, S].
             by_cell = by_slot[self.slot_of_cell, :, 0].unflatten(0, (-1, self.group_size))
             prefix_mask = by_cell.repeat_interleave(num_queries, 1).transpose(1, 2)
             mask = hidden_mask(written + 1, max(self.written) + 1, response_starts)

@@ -21,7 +21,7 @@ class CacheMemory:
 
     Attributes:
         token_bytes: bytes that the cache takes for a token.
-        limit: most tokens in the cache by `gigabytes`; None: no limit is configured.
+        limit: most tokens that fit into `gigabytes`; None: no limit is configured.
     """
 
     def __init__(self, token_bytes: int, gigabytes: float | None) -> None:

@@ -137,7 +137,7 @@ class NativeEngine(CausalModelEngine):
         dtype = dtype or model.dtype
         token_bytes = cache_bytes_per_token(model.config, cache_dtype(dtype, device))
         if group is not None:
-            _require_groups(model, group)
+            _require_shardable(model, group)
             # If there are fewer key-value heads than ranks, each rank still has one.
             token_bytes //= min(group.size, model.config.num_key_value_heads)
             self._shards = GroupShards(model, group, dtype, adapted or model)
@@ -255,8 +255,8 @@ class NativeEngine(CausalModelEngine):
             prompts: token ids of each request.
             sampling: how each response is sampled.
             images: images of each prompt.
-            joined: called once, when all of them join the batch, with the number of steps before
-                that.
+            joined: called once, when all of them join the batch, with the number of steps made
+                until then.
             earlier: aborted responses, which the first requests continue.
 
         Returns:
@@ -296,7 +296,7 @@ class NativeEngine(CausalModelEngine):
     def unfinished(self) -> dict[Future[Completion], Completion]:
         """The unfinished responses so far, by their futures. Only call it between two steps.
 
-        The order is that in which the requests start again after the KV cache was dropped.
+        They are in the order in which the requests start again if the KV cache is dropped.
         """
         version = self.weight_version
         return {request.future: request.completion(version) for request in self._inbox.unfinished()}
@@ -329,7 +329,7 @@ class NativeEngine(CausalModelEngine):
             where = f"native.generate, prompt {row}"
             self.cache_memory.require(where, len(prompt), params.max_tokens)
             if prompt_images is not None:
-                _require_places(where, prompt, prompt_images, image_tokens)
+                _require_image_places(where, prompt, prompt_images, image_tokens)
             requests.append(
                 GenerationRequest(prompt, params, self.eos_token_ids, self.tokenizer, prompt_images)
             )
@@ -677,7 +677,7 @@ def _requests_of(generation: Generation | None) -> list[GenerationRequest]:
     return [*generation.scheduler.running, *generation.scheduler.waiting]
 
 
-def _require_groups(model: PreTrainedModel, group: RolloutGroup) -> None:
+def _require_shardable(model: PreTrainedModel, group: RolloutGroup) -> None:
     """Refuse a model that cannot be sharded over a rollout group.
 
     Args:
@@ -698,7 +698,7 @@ def _require_groups(model: PreTrainedModel, group: RolloutGroup) -> None:
     )
 
 
-def _require_places(
+def _require_image_places(
     where: str, prompt: Prompt, images: Images, image_tokens: ImageTokens | None
 ) -> None:
     """Check that a prompt has a token for each embedding of its images.
@@ -715,7 +715,8 @@ def _require_places(
     if image_tokens is None:
         expected = "text: the model is not a vision-language model"
         raise RolloutError(where, got="images", expected=expected)
-    # There may be more tokens: a model may write them in an earlier turn.
+    # Only too few tokens are an error: the model may have written further ones in an earlier turn.
+    # `problem` is a text such as "3 tokens with id 7 for 4 embeddings of images".
     places, problem = image_tokens.locate(np.array(prompt), images.inputs)
     if len(places) < image_tokens.count(images.inputs):
         raise RolloutError(where, got=problem, expected="at least one for each embedding")

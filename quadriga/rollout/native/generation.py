@@ -463,8 +463,9 @@ class Generation:
         """
         cache = PrefixCache(prefixes)
         last_hidden = []
-        # `buckets` makes lists of consecutive indices that have at most so many tokens together. It
-        # is written for bytes; here it counts tokens.
+        # `buckets` makes lists of consecutive indices of prefixes, each with at most so many tokens
+        # together. It is written to copy tensors of so many bytes: here it counts tokens, and `put`
+        # takes an index as it is.
         rounds = buckets(
             range(len(prefixes)),
             num_bytes=cache.lengths.__getitem__,
@@ -513,7 +514,8 @@ class Generation:
                 image_tokens = self.network.image_tokens
                 inputs = prefix.images.inputs
                 assert image_tokens is not None, "the engine refuses images for a language model"
-                # The first tokens with their id stand for images; later ones were generated.
+                # Only the first tokens with the id of images, one for each embedding, stand for
+                # images. Later ones were generated.
                 image_places, _ = image_tokens.locate(np.array(prefix.tokens), inputs)
                 images.append((inputs, len(tokens) + image_places))
                 axis_positions.append(prefix.positions())

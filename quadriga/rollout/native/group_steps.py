@@ -17,7 +17,7 @@ from quadriga.rollout.native.generation import GenerationRequest
 
 
 class NewRequest(NamedTuple):
-    """A request as it is sent to members: the arguments of `GenerationRequest`."""
+    """A request as it is sent to members, which make a `GenerationRequest` of it."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams

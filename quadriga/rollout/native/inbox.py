@@ -148,7 +148,7 @@ class RunnerThread:
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
-        self._turn: Future[None] | None = None
+        self._turn: Future[None] | None = None  # end of the function that was started last
 
     def start(self, run: Callable[[], None]) -> None:
         """Run a function in the thread, after the function that was started before it."""

@@ -184,21 +184,21 @@ class Kernels:
         key: Tensor,
         value: Tensor,
         scale: float,
-        own: KeysAndValues,
+        responses: KeysAndValues,
         prefixes: KeysAndValues,
         places: SlotPlaces,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """Compute attention of one new token per slot over the slot's prefix and response.
 
-        The new token's key and value are first written to `own`, where slot r is row r.
+        The new token's key and value are first written to `responses`, where slot r is row r.
 
         Args:
             query: [R, K * G, D] bfloat16 or float32.
             key: [R, K, D] of the same dtype.
             value: [R, K, D] of the same dtype.
             scale: factor of the scores.
-            own: KV cache of the responses, float32.
+            responses: KV cache of the responses, float32.
             prefixes: KV cache of the prefixes, float32.
             places: where the tokens of each slot are.
             options: window, softcap and sinks of the layer.
@@ -212,7 +212,7 @@ class Kernels:
         query = with_contiguous_rows(query)
         key = with_contiguous_rows(key)
         value = with_contiguous_rows(value)
-        for part in (own, prefixes):
+        for part in (responses, prefixes):
             room = part.keys.shape[2]
             for states in part:
                 _require_layout(states, torch.float32, len(states), num_key_heads, room, size)
@@ -231,7 +231,7 @@ class Kernels:
             group=num_heads // num_key_heads,
             size=size,
             prefix_room=prefixes.keys.shape[2],
-            own_room=own.keys.shape[2],
+            own_room=responses.keys.shape[2],
             query_stride=query.stride(0),
             key_stride=key.stride(0),
             value_stride=value.stride(0),
@@ -245,7 +245,7 @@ class Kernels:
             is_half=is_half,
             num_threads=num_threads,
         )
-        tensors = (out, query, key, value, *own, *prefixes)
+        tensors = (out, query, key, value, *responses, *prefixes)
         self._loops["attend"](step, *(tensor.data_ptr() for tensor in tensors))
         return out
 
@@ -393,7 +393,7 @@ def _load() -> Kernels:
         OSError, RuntimeError: the library cannot be stored or loaded, or there is no home
             directory.
     """
-    limit = cpu_limit()
+    limit = cpu_limit()  # such as "ATEN_CPU_CAPABILITY=avx2"; "" without a limit
     if limit:
         raise _UnavailableError(f"{limit} excludes AVX-512")
     if not torch.cpu._is_avx512_supported():

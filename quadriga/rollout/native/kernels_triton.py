@@ -7,8 +7,8 @@ torch's operators do.
 
 Attention runs one program for each row, key-value head and part of the keys: first over the keys of
 the row's prefix, then over those of its response (online softmax, arXiv:1805.02867). The lengths
-are read from the device, so a CUDA graph goes as far as each row does. If there are few rows, their
-keys are cut into parts, which a second kernel combines (flash-decoding).
+are read from the device, so a replayed CUDA graph reads only the keys that each row has by then. If
+there are few rows, their keys are cut into parts, which a second kernel combines (flash-decoding).
 
 Sampling draws the same tokens as `quadriga.rollout.sampler`, from the same uniform numbers by the
 same halvings. One pass over the logits stores the maximum of each chunk and the sum of each block;
@@ -272,6 +272,9 @@ def _attention_kernel(
         GROUP: G.
         SIZE: d.
         PARTS: S.
+        HAS_WINDOW: whether a query sees only `window` tokens.
+        HAS_CAP: whether scores have a bound.
+        HAS_SINKS: whether heads have sinks.
         QUERIES: G, rounded up to a power of two.
         COLUMNS: d, rounded up to a power of two.
         TOKENS: keys of a tile.
@@ -414,7 +417,7 @@ def _combine_kernel(
 
 
 @triton.jit
-def _weigh_kernel(
+def _summarize_kernel(
     logits,
     temperature,
     peaks,
@@ -450,9 +453,9 @@ def _weigh_kernel(
     candidates = tl.where(z == highest, tokens, num_tokens)
     first = tl.min(tl.min(candidates, 1), 0)
     if HAS_TEMPERATURE:
-        heat = tl.load(temperature + row)
-        z = z / heat
-        highest = highest / heat
+        row_temperature = tl.load(temperature + row)
+        z = z / row_temperature
+        highest = highest / row_temperature
     block_sums = tl.sum(tl.exp(z - highest), 1)
     tl.store(sums + row * num_blocks + blocks, block_sums, mask=blocks < num_blocks)
     # The sums are relative to the maximum of the chunk; `_draw_kernel` knows that of the row.
@@ -513,9 +516,9 @@ def _draw_kernel(
     Args:
         logits: [R, V] float32.
         temperature: [R], if HAS_TEMPERATURE.
-        peaks: [R, chunks], from `_weigh_kernel`.
-        likeliest: [R, chunks], from `_weigh_kernel`.
-        sums: [R, blocks], from `_weigh_kernel`.
+        peaks: [R, chunks], from `_summarize_kernel`.
+        likeliest: [R, chunks], from `_summarize_kernel`.
+        sums: [R, blocks], from `_summarize_kernel`.
         uniforms: [R, `uniforms_stride`] float64.
         is_greedy: [R] bool, whether a row takes its likeliest token, if HAS_GREEDY.
         result: [R, 3] float64: token, log-probability, and log-probability among the tokens that
@@ -535,9 +538,9 @@ def _draw_kernel(
     row_logits = logits + row * num_tokens
     row_peaks = peaks + row * num_chunks
     row_uniforms = uniforms + row * uniforms_stride
-    heat = 1.0
+    row_temperature = 1.0
     if HAS_TEMPERATURE:
-        heat = tl.load(temperature + row)
+        row_temperature = tl.load(temperature + row)
 
     # Probability mass of each block, relative to the row's maximum.
     chunks = tl.arange(0, CHUNKS)
@@ -555,7 +558,7 @@ def _draw_kernel(
     inside = tl.arange(0, 2**DEPTH_INSIDE)
     is_token = first + inside < num_tokens
     z = _load(row_logits + first + inside, is_token, -float("inf"))
-    odds = tl.exp(z / heat - highest).to(tl.float64)
+    odds = tl.exp(z / row_temperature - highest).to(tl.float64)
     token = first + _choose(odds, inside, row_uniforms + DEPTH, DEPTH_INSIDE)
     # Rounding, or logits that are not finite, must not lead to an address behind the logits.
     token = tl.minimum(token, num_tokens - 1)
@@ -566,7 +569,7 @@ def _draw_kernel(
         at_peak = tl.load(likeliest + line, mask=is_likeliest, other=num_tokens)
         greedy_token = tl.minimum(tl.min(at_peak, 0), num_tokens - 1)
         token = tl.where(tl.load(is_greedy + row), greedy_token, token)
-    chosen = tl.exp(tl.load(row_logits + token) / heat - highest).to(tl.float64)
+    chosen = tl.exp(tl.load(row_logits + token) / row_temperature - highest).to(tl.float64)
     # Round to float32 as the sampler does. The result is float64 to hold the token exactly, too.
     log_prob = tl.log(chosen / total).to(tl.float32).to(tl.float64)
     tl.store(result + row * 3, token.to(tl.float64))
@@ -691,14 +694,14 @@ class TritonKernels:
         key: Tensor,
         value: Tensor,
         scale: float,
-        own: KeysAndValues,
+        responses: KeysAndValues,
         prefixes: KeysAndValues,
         places: SlotPlaces,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """Compute attention of one new token per row over the row's prefix and response.
 
-        The new token's key and value are also written to `own`, where row r is slot r. All tensors
+        The new token's key and value are also written to `responses`, where row r is slot r. All tensors
         have the dtype of the cache.
 
         Args:
@@ -706,7 +709,7 @@ class TritonKernels:
             key: [R, K, d].
             value: [R, K, d].
             scale: factor of the scores.
-            own: KV cache of the responses.
+            responses: KV cache of the responses.
             prefixes: KV cache of the prefixes.
             places: where the tokens of each row are.
             options: window, softcap and sinks of the layer.
@@ -724,7 +727,7 @@ class TritonKernels:
         # With few rows, cut the keys of each row into parts, so that enough programs occupy the
         # GPU. Tensors in Triton need a power of two, so the number is rounded up to one.
         prefix_room = prefixes.keys.shape[2]
-        own_room = own.keys.shape[2]
+        own_room = responses.keys.shape[2]
         num_tiles = triton.cdiv(prefix_room + own_room, _TOKENS)
         num_parts = min(_NUM_PROGRAMS // (num_rows * num_keys), num_tiles, _MAX_PARTS)
         parts = triton.next_power_of_2(max(num_parts, 1))
@@ -749,7 +752,7 @@ class TritonKernels:
             query,
             key,
             value,
-            *own,
+            *responses,
             *prefixes,
             *places,
             sinks,
@@ -804,7 +807,7 @@ def draw(
     likeliest = logits.new_empty(num_rows, num_chunks, dtype=torch.int32)
     result = logits.new_empty(num_rows, 3, dtype=torch.float64)
     has_temperature = temperature is not None
-    _weigh_kernel[(num_rows, num_chunks)](
+    _summarize_kernel[(num_rows, num_chunks)](
         logits,
         temperature,
         peaks,

@@ -164,6 +164,7 @@ class Network:
 
     def _make_products(self, forms: Forms) -> None:
         """Fill `products` for the linear modules and the modules of experts of `body`."""
+        # There are no forms for this dtype: the modules multiply by themselves.
         if forms.many is None:
             return
         for module in self.body.modules():
@@ -230,7 +231,7 @@ class PlainNetwork(Network):
 
     Attributes:
         first_token: id of the first token whose embedding and logit this rank computes.
-        elementwise: norms, rotary positions and gates.
+        elementwise: computes norms, rotary positions and gates.
     """
 
     def __init__(self, model: PreTrainedModel, group: RolloutGroup | None = None) -> None:
@@ -351,7 +352,7 @@ class _Layer:
         layer: transformers' module of the layer.
         number: number of the layer.
         forms: forms of the weights on a CPU; None on other devices.
-        elementwise: norms, rotary positions and gates.
+        elementwise: computes norms, rotary positions and gates.
         group: the ranks that share the layer; None: this process computes all of it.
     """
 
@@ -447,7 +448,7 @@ class _MLP:
     Args:
         mlp: transformers' module.
         forms: forms of the weights on a CPU; None on other devices.
-        elementwise: gates.
+        elementwise: computes the gate of an MLP.
         group: the ranks that share the MLP; None: this process computes all of it.
     """
 
@@ -473,8 +474,8 @@ class _Mixture:
     Args:
         mlp: transformers' module.
         forms: forms of the weights on a CPU; None on other devices.
-        elementwise: gates.
-        group: None: mixtures are not divided over ranks.
+        elementwise: computes the gate of an MLP.
+        group: must be None, because experts are not divided over ranks.
     """
 
     def __init__(
@@ -593,8 +594,8 @@ class _Projection:
     Args:
         modules: the modules. Those that are not plain linear ones compute by themselves.
         forms: forms of the weights on a CPU; None on other devices.
-        summed_over: ranks that have some columns of a single module each, and sum their outputs.
-            None: this process has all columns.
+        summed_over: ranks that divide the columns of a single module, and sum their outputs. None:
+            this process has all columns.
         packs: whether a GPU copies the weights side by side, for one product.
 
     Attributes:

@@ -92,6 +92,7 @@ class PackedWeight:
         """Multiply: [..., D] bfloat16 -> [..., O] bfloat16."""
         rows = states.reshape(-1, states.shape[-1])
         num_rows = len(rows)
+        # Products of one or two rows are not padded: that would multiply their work.
         num_padding = -num_rows % _FULL_ROWS if num_rows > 2 else 0
         if num_padding:
             rows = pad(rows, (0, 0, 0, num_padding))

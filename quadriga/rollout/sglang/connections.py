@@ -67,7 +67,7 @@ class SGLangProcess:
     """
 
     def __init__(self, arguments: Mapping[str, Any], silent_s: float = 300.0) -> None:
-        require_version(installed("sglang")[1])
+        require_version(installed("sglang")[1])  # of the pair of name and version
         self.num_processes: int = arguments["tp_size"]
         self.has_seeds = bool(arguments["enable_deterministic_inference"])
         self.takes_handles = arguments["device"] != "cpu"
@@ -151,7 +151,7 @@ class SGLangProcess:
         """
         while True:
             try:
-                number, is_done, result = self._connection.recv()
+                number, has_succeeded, result = self._connection.recv()
             except (EOFError, OSError):
                 break
             with self._lock:
@@ -159,10 +159,10 @@ class SGLangProcess:
             # Requests about weights and the cache return a pair: whether they succeeded, and a
             # message.
             if isinstance(result, tuple):
-                is_done, result = result
+                has_succeeded, result = result
             if not future.set_running_or_notify_cancel():
                 continue  # the caller has cancelled it
-            if is_done:
+            if has_succeeded:
                 future.set_result(result)
             else:
                 future.set_exception(RolloutError(WHERE, got=str(result), expected="success"))
@@ -255,6 +255,7 @@ class SGLangServer:
                 expected=f"a server started with --custom-weight-loader {LOADER}",
             )
         context_length = int(info.get("context_length") or 0)
+        # SGLang reserves a few positions of its limit, so it must be higher. 0: not reported.
         if 0 < context_length <= max_model_len:
             raise RolloutError(
                 self._client.where,

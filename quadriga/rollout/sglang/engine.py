@@ -118,7 +118,7 @@ class SGLangEngine(ThirdPartyEngine):
         problem = None if is_on_cpu else devices_problem(setup.config)
         if problem:
             raise problem
-        # Called with a connection, a process or a server, to make the engine on it.
+        # Called with an `SGLangProcess` or an `SGLangServer`, to make the engine on it.
         make = partial(
             cls,
             manifest=Manifest.of(skeleton),
@@ -297,6 +297,7 @@ class SGLangEngine(ThirdPartyEngine):
                 # Even after an error in the stream, so that the next load and its fingerprints
                 # start from nothing.
                 self._call("end_weight_update")
+                # Compared by `_loading`: all processes must have received the same weights.
                 if num_sent:
                     received += self._call("get_weights_by_name", name=FINGERPRINTS)
             self._call("flush_cache")
@@ -331,7 +332,7 @@ class SGLangEngine(ThirdPartyEngine):
         request_id = uuid.uuid4().hex
         sampling_params = {
             "max_new_tokens": sampling.max_tokens,
-            **sampling.drawing,
+            **sampling.drawing,  # temperature, top_p, top_k, min_p
             "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
             "ignore_eos": sampling.ignore_eos,
             "stop": list(sampling.stop) or None,

@@ -24,7 +24,7 @@ from quadriga.errors import RolloutError, first_line
 from quadriga.observe.probe import installed
 from quadriga.rollout.third_party import require_release
 
-LEAST = "0.5.23"
+LEAST = "0.5.23"  # oldest version of SGLang that works
 WHERE = "rollout.name=sglang"
 _INSTALL = (
     f"pip install 'sglang>={LEAST}'; on a machine without an accelerator: scripts/install-sglang."
@@ -65,7 +65,7 @@ class SGLangLibrary:
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        version = installed("sglang")[1]
+        _, version = installed("sglang")
         require_version(version)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)

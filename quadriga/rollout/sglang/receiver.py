@@ -14,7 +14,7 @@ from quadriga.weight_sync.publish import NamedWeights
 
 LOADER = "quadriga.rollout.sglang.receiver.load"  # name by which SGLang imports `load`
 FINGERPRINTS = "quadriga/fingerprints"  # name of a "weight" whose value are the fingerprints
-_MARKS = "quadriga_marks"  # attribute of SGLang's model with the fingerprints by name
+_ATTRIBUTE = "quadriga_marks"  # attribute of SGLang's model with the fingerprints by name
 
 
 def load(model: Any, weights: NamedWeights) -> None:
@@ -28,25 +28,25 @@ def load(model: Any, weights: NamedWeights) -> None:
         model: SGLang's model.
         weights: names and tensors.
     """
-    if not hasattr(model, _MARKS):
-        setattr(model, _MARKS, {})
+    if not hasattr(model, _ATTRIBUTE):
+        setattr(model, _ATTRIBUTE, {})
         original = getattr(model, "get_weights_by_name", None)
 
         def get_weights_by_name(name: str, *args: Any, **options: Any) -> Any:
             if name != FINGERPRINTS:
                 return None if original is None else original(name, *args, **options)
-            marks = dict(getattr(model, _MARKS))
+            fingerprints = dict(getattr(model, _ATTRIBUTE))
             # The next load begins without fingerprints.
-            getattr(model, _MARKS).clear()
+            getattr(model, _ATTRIBUTE).clear()
             if not dist.is_initialized() or dist.get_world_size() == 1:
-                return [marks]
+                return [fingerprints]
             gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, marks)
+            dist.all_gather_object(gathered, fingerprints)
             return gathered
 
         # SGLang calls this method of the model for requests of a weight by its name.
         model.get_weights_by_name = get_weights_by_name
-    marks: dict[str, str] = getattr(model, _MARKS)
+    fingerprints: dict[str, str] = getattr(model, _ATTRIBUTE)
     for name, tensor in weights:
-        marks[name] = tensor_fingerprint(tensor)
+        fingerprints[name] = tensor_fingerprint(tensor)
         model.load_weights(iter([(name, tensor)]))

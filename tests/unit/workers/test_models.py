@@ -301,7 +301,7 @@ def test_sizes_know_experts(folder: Path, sizes: dict[str, Any], kept: float) ->
     run = config(folder, "mixture", 8, fsdp_config={"model_dtype": "bfloat16"}, **sizes)
     of_model, of_process, of_update, of_rollout = sizes_of_models(run, has_critic=False)
     told = "28.8 M parameters, 25.2 M of them experts, 2 of 16 in each of 4 layers for a token; 6.3 M multiply it: "
-    assert told + "0.0126 GFLOP forward, 0.0379 learned from" in of_model
+    assert told + "0.0126 GFLOP forward, 0.0379 in an update" in of_model
     assert f"keeps about {kept / 1e9:.3g} GB" in of_process
     assert "the memory of an update is not predicted for " in of_update
     assert "copy of the weights takes 0.0577 GB while it generates, and none while" in of_rollout

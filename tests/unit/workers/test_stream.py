@@ -4,7 +4,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from quadriga.config import Config
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.rollout.interface import Completion
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.generation import ResponseGenerator
 from quadriga.workers.stream import GenerationStream, ServedStream, WeightCopy, join_shares
@@ -144,6 +145,21 @@ def test_what_fails_is_told(
     assert stream.weight_version == -1
     with pytest.raises(RolloutError, match="not loaded completely"):
         stream.start({1: prompts[:2]})
+
+
+def test_a_save_leaves_out_a_group_that_is_aborted_meanwhile(
+    stream: ServedStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may cancel the futures of a group after the save has listed them."""
+    cancelled: Future[Completion] = Future()
+    cancelled.cancel()
+    ended: Future[Completion] = Future()
+    ended.set_result(Completion([5], [0.0], "stop", 1))
+    monkeypatch.setattr(stream, "_open", {1: [cancelled], 2: [ended]})
+    monkeypatch.setattr(stream.engine, "between_steps", lambda work, **_: work())
+    saved: list[Any] = []
+    stream.save(lambda _, responses: saved.extend(responses))
+    assert [group for group, *_ in saved] == [2]
 
 
 def test_the_end_of_a_group_counts_the_step_in_which_it_ends(
