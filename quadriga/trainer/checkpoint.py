@@ -633,7 +633,7 @@ def sha256_of(path: str | Path) -> str:
 
 
 def _sync(directory: Path) -> None:
-    """Synchronize a folder to disk; of an unfinished checkpoint, also everything in it."""
+    """Synchronize a folder to disk, with everything in it if it is an unfinished checkpoint."""
     paths = [directory]
     if directory.name.startswith(_UNFINISHED):
         paths = [*directory.rglob("*"), directory]

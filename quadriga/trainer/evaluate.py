@@ -440,7 +440,10 @@ def _answer_rest(
 
 
 def _write_output(output: Path, tables: Sequence[RowTable], texts: list[list[str]]) -> None:
-    """Write the rows of some tables with responses, which replace a column of that name."""
+    """Write the rows of some tables with their responses as the column `responses`.
+
+    A column of that name in the tables is replaced.
+    """
     try:
         table = pa.concat_tables(
             [table.to_arrow() for table in tables], promote_options="permissive"

@@ -264,6 +264,7 @@ class RayPPOTrainer(TrainingLoop):
             The same batch with everything that was computed for its rows.
         """
         policy = self.config.actor_rollout_ref
+        # Reorders the batch in place and returns metrics of the balance between the ranks.
         self.note(order_for_ranks(batch, self.num_ranks, policy.rollout.n, policy.actor, self.cost))
 
         # All passes that read only the responses.
@@ -532,6 +533,7 @@ class RayPPOTrainer(TrainingLoop):
         if "rollout_index" in sample.batch.keys():
             sizes = torch.tensor([len(rows_of_draw) for rows_of_draw in rows_of_draws])
             sample.batch["rollout_index"] = torch.arange(len(sizes)).repeat_interleave(sizes)
+        # `rows` are places in `ordered`; `order` maps them to places in the batch.
         return sample, order[rows]
 
     # After the update

@@ -46,8 +46,8 @@ class Needs:
     critic: bool  # the estimator reads `values`
     greedy_baseline: bool  # the estimator reads `reward_baselines`
     reference: bool  # a KL term is configured, or the estimator reads `ref_log_prob`
-    # Log-probs before the update may differ from those that the update computes, or something reads
-    # them before the update.
+    # A pass before the update computes log-probs, because those that the update computes may differ
+    # from them, or because something reads them earlier.
     old_log_probs: bool
     # The estimator reads `sum_pi_squared`, which the pass for old log-probs computes.
     sum_pi_squared: bool

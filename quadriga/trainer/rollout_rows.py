@@ -89,7 +89,9 @@ def forget_times(rows: DataProto) -> None:
             only the time of grading.
     """
     names = rows.batch.keys()
+    # [B, 3], because `TIMES` has three times of each row.
     unknown = torch.full((len(rows), 3), math.nan, dtype=torch.float64)
+    # Only conversations have `num_turns`.
     if "responses" in names and "num_turns" not in rows.non_tensor_batch:
         rows.batch[TIMES] = unknown
     if "token_level_scores" in names:

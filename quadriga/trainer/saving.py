@@ -201,7 +201,9 @@ class CheckpointSaver:
                 self.finish()
                 return
             self.checkpoints.abandon(pending.step)
-            print(f"The checkpoint of step {pending.step} was not yet written, and is none.")
+            print(
+                f"The checkpoint of step {pending.step} was not yet complete and has been deleted."
+            )
         except QuadrigaError as error:
             print(error)
         finally:
@@ -260,7 +262,7 @@ def load_run_state(directory: Path, step: int) -> dict[str, Any]:
         raise DamagedCheckpointError(
             str(path),
             got=f"the state after step {step_of_state}",
-            expected=f"that after step {step}",
+            expected=f"the state after step {step}",
             fix=_FIX,
         )
     return state

@@ -63,7 +63,7 @@ class RunSettings:
     """The configuration with which some steps of a run were taken."""
 
     values: dict[str, Any]  # value of each key that the task reads, by its dotted name
-    files: dict[str, str]  # SHA-256 of the files that it names, by path
+    files: dict[str, str]  # SHA-256 of the files that the configuration names, by path
     first: int = 1  # first step for which it is valid
     last: int = 0  # last step of the run; 0 if it is not known
 
@@ -158,7 +158,9 @@ def configuration_of(directory: Path, step: int, task: str) -> tuple[Path, RunSe
 
 
 def has_nothing_to_do(config: Config, settings: RunSettings, *, in_python: bool = False) -> bool:
-    """Compare the settings with those of the checkpoint to resume from, and print what differs.
+    """Whether no step is left to take after the checkpoint to resume from.
+
+    If steps are left, prints which settings differ from those of the checkpoint.
 
     Args:
         config: the resolved configuration.

@@ -76,7 +76,7 @@ class TimedSaver(CheckpointSaver):
 
         Args:
             step: number of the step.
-            is_due: not used.
+            is_due: whether `trainer.save_freq` asks for a checkpoint. Not used: the clock decides.
             is_last: whether the run may end with this step. Then the time does not matter.
         """
         if is_last:
@@ -163,6 +163,7 @@ class TimedSaver(CheckpointSaver):
         try:
             yield
         except CheckpointError as error:
+            # The cause is the kind: a disk that stays full is reported once.
             self._report_once(error.got, f"{error} The run goes on without this checkpoint.")
 
     def complete(self, pending: PendingCheckpoint) -> None:

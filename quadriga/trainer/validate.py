@@ -468,9 +468,9 @@ def _summary(
     """Metrics `NAME/mean` and, unless there is only one draw, `NAME/std`.
 
     Args:
-        name: name of the metric without the last part.
+        name: first part of the metrics' names, such as "best@4".
         moments: results of `_moments`, [2, prompts] each.
-        is_only_draw: whether there is only one draw.
+        is_only_draw: whether k is the number of all responses, so that only one draw is possible.
     """
     mean, deviation = np.concatenate(moments, axis=1)
     metrics = {f"{name}/mean": mean}

@@ -501,6 +501,7 @@ class AsyncBatches(WeightPublisher):
         with self._handling_event(), self._changed:
             schedule = self._begun_schedule
             assert isinstance(schedule, RecordedSchedule)
+            # Only a run with a single engine, in this process, repeats the times of decisions.
             (worker,) = self._workers.streams
             self._carry_out(schedule.decisions_at(num_steps, worker))
 

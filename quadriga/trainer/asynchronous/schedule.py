@@ -342,6 +342,7 @@ class Schedule:
             return False
         if not rules.deterministic:
             return True
+        # Between `hold` and `release`, `hold_after` is the last step whose batch may still start.
         return self._all_generated(min(self.hold_after or 0, rules.num_steps))
 
     def may_start(self, version: int, batch: int) -> bool:

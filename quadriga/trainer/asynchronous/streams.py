@@ -161,6 +161,7 @@ class RemoteStream:
         of the weights since then; or "saved", 0, and the saved responses; or "ended", the number of
         a group, and its rows.
         """
+        # Results are 0, because engines in other processes do not report their numbers of steps.
         if kind == "loaded":
             self.weight_version = value
             self._loads.pop(number).set_result(0)

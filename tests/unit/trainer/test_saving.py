@@ -148,7 +148,7 @@ def test_run_that_is_cut_short(
     saver.start(1)
     saver.settle(can_ask=can_ask)
     assert saver.checkpoints.steps() == ([1] if can_ask else [])
-    assert ("step 1 was not yet written" in capsys.readouterr().out) is not can_ask
+    assert ("step 1 was not yet complete" in capsys.readouterr().out) is not can_ask
     assert not list(saver.checkpoints.directory.glob(".unfinished*"))
     saver.settle(can_ask=can_ask)
 
@@ -203,7 +203,7 @@ def test_state_of_another_step_is_none_of_this_checkpoint(tmp_path: Path) -> Non
     save_run_state(tmp_path, {"step": 3})
     with pytest.raises(
         DamagedCheckpointError,
-        match=r"state\.pt: got the state after step 3, expected that after step 4",
+        match=r"state\.pt: got the state after step 3, expected the state after step 4",
     ):
         load_run_state(tmp_path, 4)
 
