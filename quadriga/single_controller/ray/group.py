@@ -274,6 +274,7 @@ class WorkerProcesses:
         self.actors[rank] = self._factories[rank].remote(self.name, rank)
         self.address_refs[rank] = self.actors[rank].address.remote()
         self.load_refs[rank] = self._load(self.actors[rank])
+        # `addresses` is cached, so the address of the former process is replaced in its list.
         [self.addresses[rank]] = calls.resolve([self._start_of(rank)])
         self._build([rank], self.addresses)
 
@@ -284,10 +285,10 @@ class WorkerProcesses:
 
     def loads(self) -> list[RemoteCall]:
         """The imports of modules in all processes, as calls. Waits until all have started."""
-        places = zip(self.starts(), self.load_refs, self.addresses, strict=True)
+        by_rank = zip(self.starts(), self.load_refs, self.addresses, strict=True)
         return [
             replace(start, ref=ref, address=address, method="load")
-            for start, ref, address in places
+            for start, ref, address in by_rank
         ]
 
     def _load(self, actor: Any) -> Any:
