@@ -285,7 +285,7 @@ class _Host:
                 times, or a replay gave other answers.
             QuadrigaError: the environment cannot be loaded.
         """
-        num_steps = max(0, len(episode.calls) - 1)  # the first call is `reset`
+        num_steps = [name for name, *_ in episode.calls].count("step")
         where = f"environment {self._spec.name}, {method} after {num_steps} steps"
         end = ""  # how the process has ended
         for _ in range(_MAX_DEATHS):
