@@ -772,7 +772,8 @@ class TurnEncoder:
         if len(behind) != len(messages):
             return []
 
-        # A pattern with one group for each content, followed by what is written behind the content.
+        # A pattern with one group for each content, followed by what is written behind the content,
+        # such as "(42.*?|.*?)<end>" for the content 42.
         parts = []
         for message, separator in zip(messages, behind, strict=True):
             # The content itself is tried first, because it may contain the separator. A template

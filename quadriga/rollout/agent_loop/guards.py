@@ -125,9 +125,9 @@ class _ProcessState:
             num_left_out = sum(output.take_num_left_out() for output in self._outputs)
             if num_left_out:
                 logger.warning(
-                    "conversations printed %s more characters; %s are shown.",
+                    "conversations printed %s more characters than are shown: %s.",
                     f"{num_left_out:,}",
-                    f"{CONVERSATION_CHARS:,} of a conversation and {BATCH_CHARS:,} of a batch",
+                    f"at most {CONVERSATION_CHARS:,} of each, and {BATCH_CHARS:,} of a batch",
                 )
             if not os.path.samestat(os.fstat(self._folder), os.stat(".")):
                 os.fchdir(self._folder)

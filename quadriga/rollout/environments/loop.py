@@ -367,7 +367,7 @@ def _record(plays: Plays, step: Step, actor: int | None = None) -> None:
 
 
 def is_seed(sample: Sample) -> bool:
-    """Whether a row is only a seed for the environment. The model must not read its prompt then."""
+    """Whether a row is only a seed for the environment, with a placeholder instead of a prompt."""
     return bool((sample.columns.get("extra_info") or {}).get("is_env_seed"))
 
 

@@ -251,6 +251,7 @@ class OpenEnvEnvironment(TextEnvironment):
             raise self._failure(f"the reply {json.dumps(reply)[:200]}, without an observation")
         is_invalid = bool(observation.get("error"))
         shown: Any = {name: value for name, value in observation.items() if name not in _HIDDEN}
+        # An observation after a call of a tool: the model reads only its error or its result.
         if "tool_name" in shown:
             result = shown.get("result")
             # FastMCP wraps results in such a dictionary.

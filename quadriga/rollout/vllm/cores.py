@@ -367,7 +367,7 @@ class ProcessCore(Core):
     def __init__(self, library: VLLMLibrary, arguments: dict[str, Any], silent_s: float) -> None:
         self._ids = itertools.count(1)
         self._silent_s = silent_s
-        # Both are only used on the thread's loop.
+        # The next two attributes are only used on the thread's loop.
         self._running: dict[str, Response] = {}  # unfinished responses by our name of the request
         self._is_open = asyncio.Event()  # set while responses may begin
         self._is_open.set()
@@ -440,7 +440,8 @@ class ProcessCore(Core):
     def paused_for_weights(self, version: int, *, keeps_cache: bool) -> Iterator[None]:
         """Context manager in which new weights are loaded, while vLLM makes no steps.
 
-        On exit unfinished responses go on. After an error vLLM remains paused.
+        On exit unfinished responses go on. After an error vLLM remains paused, because its weights
+        may be incomplete.
 
         Args:
             version: version of the new weights.

@@ -296,6 +296,7 @@ def partial_outputs(engine: Any, names: Container[str]) -> list[Any]:
     """
     aborted = importlib.import_module("vllm.v1.engine").FinishReason.ABORT
     states = engine.output_processor.request_states.values()
+    # With no new tokens, no pooled output, the finish reason, and no stop string.
     return [
         state.make_request_output([], None, aborted, None)
         for state in states

@@ -88,8 +88,8 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
         if isinstance(cls, ActorClass):
             defaults = cls._default_options.items()
             self.options = {key: value for key, value in defaults if value is not None}
-            # `ray.remote` derives a class from the one that it wraps.
-            cls = cls.__ray_metadata__.modified_class.__ray_actor_class__  # the wrapped class
+            # `ray.remote` has derived a class from the user's, which is the one to build.
+            cls = cls.__ray_metadata__.modified_class.__ray_actor_class__
         forbidden = ", ".join(sorted(_GROUP_OPTIONS & set(self.options)))
         if forbidden:
             raise WorkerError(
@@ -219,7 +219,7 @@ class WorkerProcesses:
 
         actor_options = {
             **options,
-            # Ray's stubs know neither of these two options.
+            # Ray's type stubs know neither of these options, so they are not named arguments.
             "concurrency_groups": {"control": 1, "beside": 2},
             # Run calls in the order of submission, even if their arguments arrive in another
             # order: all ranks must enter their collectives in the same order.
