@@ -197,7 +197,8 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
     Args:
         cores: number of usable cores of the node.
         processes: number of processes of the pool on the node. They compute at the same time.
-        processes_on_node: number of processes of all pools on the node, which take turns. 0: unknown.
+        processes_on_node: number of processes of all pools on the node; pools take turns. 0:
+            unknown.
 
     Returns:
         The threads of each process, with the reason.

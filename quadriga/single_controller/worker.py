@@ -77,7 +77,7 @@ class Worker:
     """Base class of the workers of all roles. `place` is set before `__init__` runs.
 
     Attributes:
-        place: rank, world size and meeting point. The next four attributes are copies of its fields.
+        place: rank, world size and meeting point. The next four attributes are its fields.
     """
 
     place: WorkerPlace

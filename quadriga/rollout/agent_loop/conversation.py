@@ -577,7 +577,7 @@ class Conversation:
 
         Args:
             reason: why it ended.
-            failure: the error that ended it. "": keep the `failure` that was recorded earlier, if any.
+            failure: the error that ended it. "": keep the `failure` recorded so far, if there is one.
         """
         self.finish_reason = reason
         self.failure = failure or self.failure
@@ -740,8 +740,8 @@ class TurnEncoder:
         text, _ = self._render_turn(messages)
         spans = self._content_spans(messages, text)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        # A token [first, last) counts if it lies in the span of a content as a whole, and stands for
-        # at least one character.
+        # A token [first, last) counts if it lies in the span of a content as a whole, and stands
+        # for at least one character.
         mask = [
             int(any(start <= first < last <= end for start, end in spans))
             for first, last in encoded["offset_mapping"]

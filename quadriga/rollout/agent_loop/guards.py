@@ -68,7 +68,7 @@ class BoundedOutput(io.TextIOBase):
         counter[0] += len(text)
         self._room -= len(shown_text)
         # All of the text counts as left out until `relay` has shown a part of it. `relay` returns
-        # False if the stream is missing, closed or full.
+        # False if the stream is missing or refuses the text.
         self.num_left_out += len(text)
         if relay(shown_text, self.stream):
             self.num_left_out -= len(shown_text)

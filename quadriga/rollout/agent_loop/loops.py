@@ -49,7 +49,7 @@ class Services:
     tools: Mapping[str, ToolSpec]  # tools of the configuration, by name
     interactions: Interactions  # user simulators of the configuration, by name
     thread: ToolThread  # the thread in which tools and user simulators run
-    environments: EnvironmentPool | None = None  # of `env.name`; None: no environment is configured
+    environments: EnvironmentPool | None = None  # of `env.name`; None: there is no environment
 
 
 class AgentLoop(ABC):
@@ -96,7 +96,7 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
             require_methods(cls, AgentLoop, where, RolloutError)
             class_name = cls.__qualname__
             # A file that is loaded again defines its classes anew, so a class of the same module and
-            # name may replace the registered one. If the name is free, `registered` is `cls` itself.
+            # name may replace the registered one. For a free name, `registered` is `cls` itself.
             registered = self.get(name, cls)
             owner = f"{registered.__module__}.{registered.__qualname__}"
             if owner != f"{cls.__module__}.{class_name}":

@@ -573,7 +573,7 @@ def to_batch(
 
 
 def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray]:
-    """Columns of objects [B]: attributes of the conversations, and `rollout_id` if prompts have it."""
+    """Columns of objects [B]: attributes of conversations, and `rollout_id` if prompts have it."""
     columns = {"num_turns": object_array(len(chat.turns) for chat in chats)}
     for name in _CONVERSATION_COLUMNS:
         columns[name] = object_array(getattr(chat, name) for chat in chats)

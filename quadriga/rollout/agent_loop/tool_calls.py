@@ -398,7 +398,7 @@ class ToolBox:
             The responses, in the order of the calls. Calls over the limit are refused.
 
         Raises:
-            ToolFailedError: a tool raised, took too long, or returned a value that `as_text` refuses.
+            ToolFailedError: a tool raised, took too long, or returned what `as_text` refuses.
         """
         limit = self.config.max_parallel_calls
         # The error of a tool ends the conversation, whose tools are then released. So it is raised

@@ -166,7 +166,7 @@ class TextArenaEnvironment(TextEnvironment):
         for sender, message, kind in state.get_current_player_observation():
             if kind is self._player_action and sender == agent:
                 continue
-            # After an invalid move the same agent acts again, so the message concerns its last move.
+            # After an invalid move the same agent acts again, so the message is about its own move.
             if kind is self._admin and _INVALID_MOVE in message:
                 info["is_invalid"] = True
             sender_name = state.role_mapping.get(sender, f"Player {sender}")

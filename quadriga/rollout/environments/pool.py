@@ -95,8 +95,8 @@ class EnvironmentPool:
             _Host(spec, config.timeout_s, self._printed, self._counts)
             for _ in range(max(1, num_processes // num_shares))
         ]
-        # All processes start now, but only the first one is awaited. If another one fails, its first
-        # call raises the error.
+        # All processes start now, but only the first one is awaited. If another one fails, its
+        # first call raises the error.
         starts = [host.thread.submit(host.start) for host in self._hosts]
         try:
             self.description: Description = starts[0].result()

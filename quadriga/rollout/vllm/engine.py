@@ -374,12 +374,12 @@ class VLLMEngine(ThirdPartyEngine):
                         self._frozen = {}
                         self.core.call("load_bucket", bucket)
             finally:
-                loaded = self.core.call("end_weights")
+                loaded_fingerprints = self.core.call("end_weights")
             self._log_rebuilt()
             self._drop_caches(keeps_cache=keeps_cache)
             # For each process of vLLM, fingerprints of the weights that it holds: those that the
             # stream omitted, those that were loaded, and those of the adapter.
-            received += [self._frozen | fingerprints for fingerprints in loaded]
+            received += [self._frozen | fingerprints for fingerprints in loaded_fingerprints]
             if self._slot is not None:
                 for process, fingerprints in enumerate(self._slot.replace(factors)):
                     received[process] |= fingerprints

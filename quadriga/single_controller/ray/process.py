@@ -168,8 +168,8 @@ class WorkerProcess:
 
     def address(self) -> ProcessAddress:
         """Return the address of this process. Called once, before any other method."""
-        # Ray blocks SIGINT in its processes. Unblock it, because processes that a worker starts from
-        # this thread would inherit the block.
+        # Ray blocks SIGINT in its processes. Unblock it, because processes that a worker starts
+        # from this thread would inherit the block.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         node = ray.util.get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
