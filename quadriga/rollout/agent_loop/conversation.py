@@ -577,7 +577,7 @@ class Conversation:
 
         Args:
             reason: why it ended.
-            failure: the error that ended it. "": keep the `failure` recorded so far, if there is one.
+            failure: the error that ended it. "": keep the `failure` recorded so far, if any.
         """
         self.finish_reason = reason
         self.failure = failure or self.failure
