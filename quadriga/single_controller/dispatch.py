@@ -278,7 +278,7 @@ class Dispatch(metaclass=_Members):
         return f"Dispatch.{self.name}" if self.name else "a custom dispatch function"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a member by its name, so that unpickling returns the member of that process."""
+        """Pickle a member by its name, so that another process gets its own member of that name."""
         if self.name:
             return type(Dispatch).__getitem__, (Dispatch, self.name)
         return Dispatch, ("", self.dispatch_fn, self.collect_fn, self.mesh)

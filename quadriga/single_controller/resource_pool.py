@@ -143,8 +143,8 @@ def _no_room_error(
         nodes: the nodes of the cluster.
         free: free resources by id of the node, after other parts were placed.
     """
-    # What each node lacks. If the part would not fit on idle nodes either, compare with these, so
-    # that the message does not blame other users of the cluster.
+    # Resources that each node lacks. If the part would not fit even on idle nodes, compare with
+    # idle nodes, so that the message does not blame other users of the cluster.
     gaps = [_missing_resources(needed, node.total) for node in nodes]
     is_too_small = all(gaps)
     if not is_too_small:
@@ -197,7 +197,8 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
     Args:
         cores: number of usable cores of the node.
         processes: number of processes of the pool on the node. They compute at the same time.
-        processes_on_node: number of processes of all pools on the node, if known. Pools take turns.
+        processes_on_node: number of processes of all pools on the node; pools take turns. 0:
+            unknown.
 
     Returns:
         The threads of each process, with the reason.
@@ -212,12 +213,12 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
             expected="at least 1 each",
         )
     # If the number for all pools is unknown, it is at least that of this pool.
-    num_processes = max(processes_on_node, processes)
+    num_on_node = max(processes_on_node, processes)
     # Pools take turns, so only the processes of the same pool share the cores.
     num_threads = max(1, cores // processes)
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} a process"
     of_cores = f"{cores} core{'s' if cores > 1 else ''}"
-    if num_processes == 1:
+    if num_on_node == 1:
         return ThreadShare(num_threads, False, f"{threads}: alone on {of_cores}")
 
     share = f"{processes} processes of the pool share {of_cores}"
@@ -225,5 +226,5 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
         share = f"its pool has {of_cores} to itself while it computes"
     elif processes > cores:
         share += ", which is more than there are"
-    sleeping = f"waiting threads sleep, since {num_processes} processes are on the node"
+    sleeping = f"waiting threads sleep, since {num_on_node} processes are on the node"
     return ThreadShare(num_threads, True, f"{threads}: {share}; {sleeping}")

@@ -77,7 +77,7 @@ class Worker:
     """Base class of the workers of all roles. `place` is set before `__init__` runs.
 
     Attributes:
-        place: rank, world size and meeting point; the four attributes after it are copies.
+        place: rank, world size and meeting point. The next four attributes are its fields.
     """
 
     place: WorkerPlace
@@ -115,7 +115,7 @@ class Worker:
     def start_profile(
         self, tool: str, title: str, number: int, origin_ns: int, is_wanted: bool
     ) -> None:
-        """Start to record this process, unless another of its roles has done so; see `Recording`.
+        """Start a `Recording` of this process, unless another role of the process has done so.
 
         Args:
             tool: `global_profiler.tool`.

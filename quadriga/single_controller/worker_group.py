@@ -264,8 +264,8 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         )
         future = DataProtoFuture(collect, handles, resolve=self.resolve)
         if mode.mesh is not None and not padding[0]:
-            # The outputs are joined, which copies them, so they may be views of lent memory. Only
-            # the rows of collected ranks are joined.
+            # `collect_rows` copies the outputs, so they may be views of lent memory. It joins only
+            # the rows of collected ranks.
             future = replace(
                 future,
                 resolve=partial(self.resolve, borrow=True),
@@ -412,7 +412,10 @@ class WorkerGroups:
         self.groups = {role: LocalWorkerGroup(entry, name=role) for role, entry in classes.items()}
 
     def await_start(self) -> None:
-        """Wait until the processes have started and have imported the modules of their workers."""
+        """Wait until the processes have started and have imported the modules of their workers.
+
+        Does nothing here, where there are no other processes.
+        """
 
     def describe(self) -> dict[str, str]:
         """Choices about processes and threads, with reasons, to be printed."""
@@ -431,4 +434,7 @@ class WorkerGroups:
                     stack.callback(group.method("close"))
 
     def end(self) -> None:
-        """End all processes that were started, in any state. May be called again."""
+        """End all processes that were started, in any state. May be called again.
+
+        Does nothing here, where no process was started.
+        """

@@ -111,14 +111,18 @@ def test_versions_cost_no_memory(engine: VLLMEngine) -> None:
 class Meddling(VLLMEngine):
     """Changes one number of one matrix: in the folder, before or after the fingerprints are taken of it."""
 
-    when = "adapter_marks"
+    when = "adapter_fingerprints"
 
     def _make_core(self) -> InProcessCore | ProcessCore:
         core = super()._make_core()
         plain = core.ask
 
         def ask(method: str, *args: Any, **given: Any) -> Any:
-            if method == "collective_rpc" and args[0] == "adapter_marks" and self.when == args[0]:
+            if (
+                method == "collective_rpc"
+                and args[0] == "adapter_fingerprints"
+                and self.when == args[0]
+            ):
                 self._meddle(given["args"][0])
             if method == "add_lora" and self.when == method:
                 self._meddle(args[0].lora_path)
@@ -142,7 +146,7 @@ def test_another_adapter_than_was_sent_is_seen(start: Make, tmp_path: Path) -> N
     engine = start(Meddling, model=LORA)
     sync = CopiedWeights()
     told = {
-        "adapter_marks": rf"1 of \d+ weights that differ: {UP}",
+        "adapter_fingerprints": rf"1 of \d+ weights that differ: {UP}",
         "add_lora": rf"process 0: got 1 matrices that no layer of vLLM's holds: {UP}",
         "remove_lora": r"got adapters \[\] in vLLM, expected only number \d+",
     }

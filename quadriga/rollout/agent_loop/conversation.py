@@ -99,16 +99,19 @@ class LoopTimer:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Context manager around a completion, whose time does not count towards the limit."""
+        """Context manager around a completion, during which the clock stands still.
+
+        Afterwards the loop may take `limit_s` seconds again.
+        """
         timeout = self.timeout
         self.num_in_engine += 1
         if timeout is not None:
-            timeout.reschedule(None)
+            timeout.reschedule(None)  # no deadline
         try:
             yield
         finally:
             self.num_in_engine -= 1
-            # The clock stands still while another conversation of the rollout waits.
+            # The last completion to end starts the clock, as conversations of a rollout share it.
             if timeout is not None and not self.num_in_engine:
                 timeout.reschedule(asyncio.get_running_loop().time() + self.limit_s)
 
@@ -176,8 +179,8 @@ class Conversation:
         """Begin a further conversation of the same rollout, which becomes a row of its own.
 
         The new conversation has the same limits, its own seeds, and the data's prompt of this row
-        until `begin` replaces the prompt. If the loop does not set its `outcome`, it gets the grade
-        of the rollout's first conversation.
+        until `begin` replaces the prompt. Unless the loop sets the `outcome` of the new
+        conversation, its grade is that of the rollout's first conversation.
 
         Args:
             agent: name of the agent whose turns the model writes.
@@ -223,6 +226,7 @@ class Conversation:
         timer.limit_s = limit_s
         self.activity = "in the loop"
         try:
+            # `LoopTimer.pause` stops this timeout during completions.
             async with asyncio.timeout(limit_s) as timer.timeout:
                 yield
         except TimeoutError as error:
@@ -553,6 +557,7 @@ class Conversation:
                 short_prompt, all_pictures, videos, self.encoder.encode, where
             )
         except DataError as error:
+            # An image that cannot be read ends this conversation, not the run.
             raise ToolFailedError(
                 error.where, got=error.got, expected=error.expected, fix=error.fix
             ) from error
@@ -572,7 +577,7 @@ class Conversation:
 
         Args:
             reason: why it ended.
-            failure: the error that ended it. "": the failure so far, if there is one.
+            failure: the error that ended it. "": keep the `failure` recorded so far, if any.
         """
         self.finish_reason = reason
         self.failure = failure or self.failure
@@ -735,12 +740,14 @@ class TurnEncoder:
         text, _ = self._render_turn(messages)
         spans = self._content_spans(messages, text)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        # A token counts if it lies in a content as a whole, and stands for at least one character.
+        # A token [first, last) counts if it lies in the span of a content as a whole, and stands
+        # for at least one character.
         mask = [
             int(any(start <= first < last <= end for start, end in spans))
             for first, last in encoded["offset_mapping"]
         ]
-        # `encode_turn` leaves out the first token if the model has written it.
+        # `encode_turn` leaves out the first token if the model has written it, so the last
+        # `num_tokens` of the mask are those of the turn.
         return mask[len(mask) - num_tokens :]
 
     def _content_spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
@@ -765,7 +772,8 @@ class TurnEncoder:
         if len(behind) != len(messages):
             return []
 
-        # A pattern with one group for each content, followed by what is written behind the content.
+        # A pattern with one group for each content, followed by what is written behind the content,
+        # such as "(42.*?|.*?)<end>" for the content 42.
         parts = []
         for message, separator in zip(messages, behind, strict=True):
             # The content itself is tried first, because it may contain the separator. A template
@@ -790,8 +798,8 @@ class TurnEncoder:
             messages: messages whose content is a text, or parts of type "text" and "image".
 
         Returns:
-            The messages with escaped texts and with image parts that only have their type, and the
-            images in order.
+            The messages with escaped texts, in which the part of an image is {"type": "image"}; and
+            the images, in order.
         """
         escaped = []
         pictures = []
@@ -803,11 +811,12 @@ class TurnEncoder:
             # The pixels of an image are no text for the template, so its part is left empty.
             parts = []
             for part in content:
-                parts.append({"type": part["type"]})
+                escaped_part = {"type": part["type"]}
                 if part.get("text"):
-                    parts[-1]["text"] = self.escape_text(part["text"])
+                    escaped_part["text"] = self.escape_text(part["text"])
                 if part["type"] == "image":
                     pictures.append(part.get("image"))
+                parts.append(escaped_part)
             escaped.append({**message, "content": parts})
         return escaped, pictures
 

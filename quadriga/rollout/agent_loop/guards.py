@@ -67,14 +67,15 @@ class BoundedOutput(io.TextIOBase):
         shown_text = text[: max(0, num_left)]
         counter[0] += len(text)
         self._room -= len(shown_text)
-        # Counted in full first: `relay` returns False if the stream could not show anything.
+        # All of the text counts as left out until `relay` has shown a part of it. `relay` returns
+        # False if the stream is missing or refuses the text.
         self.num_left_out += len(text)
         if relay(shown_text, self.stream):
             self.num_left_out -= len(shown_text)
         return len(text)
 
     def take_num_left_out(self) -> int:
-        """Return `num_left_out`, and begin a new batch, which has the full limit again."""
+        """Return and reset `num_left_out`, and allow another `BATCH_CHARS` characters."""
         num_left_out = self.num_left_out
         self.num_left_out = 0
         self._room = BATCH_CHARS
@@ -124,9 +125,9 @@ class _ProcessState:
             num_left_out = sum(output.take_num_left_out() for output in self._outputs)
             if num_left_out:
                 logger.warning(
-                    "conversations printed %s more characters; %s are shown.",
+                    "conversations printed %s more characters than are shown: %s.",
                     f"{num_left_out:,}",
-                    f"{CONVERSATION_CHARS:,} of a conversation and {BATCH_CHARS:,} of a batch",
+                    f"at most {CONVERSATION_CHARS:,} of each, and {BATCH_CHARS:,} of a batch",
                 )
             if not os.path.samestat(os.fstat(self._folder), os.stat(".")):
                 os.fchdir(self._folder)
@@ -156,7 +157,7 @@ def guard_users_code(limit_s: float) -> Iterator[None]:
 
     def interrupt(_: int, frame: FrameType | None) -> None:
         """Handle the signal: raise an error in users' code, but let our own code go on."""
-        # The file and line of users' code, as a text; "" if the frame is in none.
+        # Such as ", at loop.py:12 in run"; "" if our own code is running.
         place = place_of(frame, is_users=True)
         if place:
             raise TimeoutError(

@@ -28,7 +28,7 @@ from quadriga.rollout.agent_loop.tools import load_class, without_none
 class Reply:
     """Reply of a user simulator to the model's turn."""
 
-    text: str = ""  # text that the model reads, unless the conversation is over
+    text: str = ""  # text that the model reads; not used if the conversation is over
     score: float | None = None  # score of the model's turn; None: no score
     is_over: bool = False  # whether the conversation ends here
 
@@ -44,7 +44,7 @@ class Interaction(ABC):
         """Return a function that makes an object for each conversation.
 
         Args:
-            name: name of the user simulator. Subclasses may use it.
+            name: name of the user simulator. It is not used here, but subclasses may need it.
             config: `config` of the file's entry: the arguments of `__init__`.
 
         Returns:
@@ -116,6 +116,7 @@ class UserSimulator:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
+        """End the conversation of the user's object. `end_use` says when a failure is raised."""
         await end_use(partial(self._call, "finalize_interaction"), *error)
 
     async def reply(self, messages: list[dict[str, Any]]) -> Reply:

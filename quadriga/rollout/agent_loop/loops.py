@@ -49,7 +49,7 @@ class Services:
     tools: Mapping[str, ToolSpec]  # tools of the configuration, by name
     interactions: Interactions  # user simulators of the configuration, by name
     thread: ToolThread  # the thread in which tools and user simulators run
-    environments: EnvironmentPool | None = None  # of `env.name`
+    environments: EnvironmentPool | None = None  # of `env.name`; None: there is no environment
 
 
 class AgentLoop(ABC):
@@ -96,7 +96,7 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
             require_methods(cls, AgentLoop, where, RolloutError)
             class_name = cls.__qualname__
             # A file that is loaded again defines its classes anew, so a class of the same module and
-            # name may replace the registered one. If the name is free, this is `cls` itself.
+            # name may replace the registered one. For a free name, `registered` is `cls` itself.
             registered = self.get(name, cls)
             owner = f"{registered.__module__}.{registered.__qualname__}"
             if owner != f"{cls.__module__}.{class_name}":
@@ -112,6 +112,7 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
         return add
 
     def __missing__(self, name: str) -> type[AgentLoop]:
+        """Raise a RolloutError for a name under which no loop is registered."""
         raise RolloutError(
             "agent_name",
             got=repr(name),
@@ -221,7 +222,7 @@ class ToolAgent(AgentLoop):
 
         Raises:
             ConversationOver: a limit is reached, or the user simulator has ended the conversation.
-            ToolFailedError: a tool or the user simulator failed by itself.
+            ToolFailedError: a tool or the user simulator failed, through no mistake of the model.
         """
         tools_by_name = self.services.tools
         parameters = {name: spec.parameters for name, spec in tools_by_name.items()}
@@ -244,7 +245,7 @@ class ToolAgent(AgentLoop):
         Args:
             chat: the conversation.
             turn: the model's turn.
-            calls: the calls in it.
+            calls: the calls of tools that the turn contains.
             tools: the tools of the conversation.
         """
         started = time.perf_counter()

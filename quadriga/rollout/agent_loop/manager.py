@@ -259,7 +259,7 @@ class AgentLoopManager:
         except BaseExceptionGroup as errors:
             # The first error has cancelled the other conversations, so it is the only cause.
             first_error = errors.exceptions[0]
-            # Without the group, which would be shown as the cause.
+            # Raised with its own cause. Otherwise Python would show the group as the cause.
             raise first_error from first_error.__cause__
         finally:
             # A loop may have begun further conversations, each of which is a row.
@@ -269,7 +269,7 @@ class AgentLoopManager:
                 write_trace(self.config.trace_dir, rows, prompts.meta_info)
         self._count_failures(chats)
 
-        # Without any grade the column is left out: the trainer grades the batch.
+        # Without any grade `reward_outcome` is left out, and the trainer grades the batch.
         has_grades = grade is not None or any(row.outcome for row in rows)
         batch = to_batch(rows, self.limits, self.tokenizer.pad_token_id, has_grades=has_grades)
         batch.to(prompts.batch["input_ids"].device)
@@ -531,7 +531,7 @@ def to_batch(
         limits: P and T, in tokens.
         pad_token_id: the token that fills prompts on the left and responses on the right.
         has_grades: whether to add a column `reward_outcome` with the grades of the conversations. A
-            grade that is None stays for the trainer to give.
+            conversation whose grade is None is graded by the trainer.
 
     Returns:
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`,
@@ -573,7 +573,7 @@ def to_batch(
 
 
 def _conversation_columns(chats: Sequence[Conversation]) -> dict[str, np.ndarray]:
-    """Columns of objects [B]: attributes of the conversations, and the `rollout_id` of prompts."""
+    """Columns of objects [B]: attributes of conversations, and `rollout_id` if prompts have it."""
     columns = {"num_turns": object_array(len(chat.turns) for chat in chats)}
     for name in _CONVERSATION_COLUMNS:
         columns[name] = object_array(getattr(chat, name) for chat in chats)
@@ -629,7 +629,7 @@ def _prompt_columns(
 
 
 def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metric]:
-    """Metrics of a batch of conversations. Those of `generate_sequences` have the same names here.
+    """Metrics of a batch of conversations, under the names that `generate_sequences` uses.
 
     Args:
         chats: B conversations that have ended.

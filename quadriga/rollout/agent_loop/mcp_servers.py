@@ -64,7 +64,8 @@ class Server:
         Raises:
             RolloutError: the server does not respond, or lacks a tool that the file names.
         """
-        # Text about the proxy through which the URL is reached; "" without a proxy.
+        # Both are texts for the error: the proxy through which the URL is reached, "" without one;
+        # and why this process cannot use proxies, "" if it can.
         route = proxy_route(self.entry.url) if self.entry.url else ""
         trouble = proxy_trouble() if route else ""
         if trouble:
@@ -117,7 +118,7 @@ class Server:
         parameters.pop("$schema", None)
         description = tool.description or tool.title or tool.name
         schema = function_schema(tool.name, description, parameters)
-        # Objects of the tool have no state: all conversations share the session of the server.
+        # The objects of conversations have no state, since they share the session of the server.
         make = as_tool(partial(self._call_tool, tool.name))
         return ToolSpec(make, schema, validator_of(parameters), options={})
 
@@ -132,7 +133,7 @@ class Server:
             raise self._error("a server that has ended", "one that runs")
         call = asyncio.ensure_future(self.session.call_tool(tool, arguments))
         try:
-            # If the server ends, the call would wait forever, but `self.task` ends.
+            # If the server ends, the call would wait forever. `self.task` then ends, too.
             await asyncio.wait({call, self.task}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise self._error(f"the end of the server during a call of {tool}", "a response")
@@ -198,12 +199,12 @@ class Server:
         return import_module("mcp.client.stdio").stdio_client(parameters, errlog=log)
 
     def _error(self, got: str, expected: str, fix: str = "") -> RolloutError:
-        """Make an error about the server. Its advice ends with the last lines of the server's log.
+        """Make an error about the server, with the end of the program's standard error as advice.
 
         Args:
             got: what happened.
             expected: what was expected instead.
-            fix: advice before the lines of the log.
+            fix: advice, which the lines of standard error follow. "": only these lines.
         """
         if self.log.is_file():
             tail = self.log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip()

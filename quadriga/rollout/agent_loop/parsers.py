@@ -110,7 +110,7 @@ def _parse_qwen3_coder(body: str, schemas: Schemas) -> ToolCall:
     """Parse a call with tags for the function and each parameter, as Qwen3-Coder writes it."""
     function = _FUNCTION.search(body)
     if function is None:
-        return _tagged_call("", [], body, schemas)  # raises, because there is no name
+        raise _UnreadableError("", "the tool call names no function", body)
     # The model writes a value between two line breaks, which are not part of it.
     pairs = [
         (key, value.removeprefix("\n").removesuffix("\n"))
@@ -241,7 +241,7 @@ def _typed_value(text: str, schema: Mapping[str, Any]) -> Any:
         "string" in (option.get("type") or ()) or text in option.get("enum", ())
         for option in options
     )
-    # For an optional argument "null" means none, and not a text.
+    # "null" stands for the absence of an optional argument, so it is decoded to None.
     if may_be_text and text.strip() != "null":
         return text
     try:

@@ -67,7 +67,7 @@ class ConversationOver(Exception):  # noqa: N818 - not an error: the way in whic
 
 
 class ToolFailedError(RolloutError):
-    """A tool or user simulator failed by itself; the conversation that called it ends.
+    """A tool or user simulator failed, through no mistake of the model; its conversation ends.
 
     Attributes:
         reason: first word of the conversation's `finish_reason`.
@@ -97,7 +97,9 @@ class ToolThread(EventLoopThread):
         self.servers: list[Any] = []
         self._call_slots = asyncio.Semaphore(MAX_CALLS)
         self._given_up: set[Thread] = set()
-        self._blocking_place = ""  # the code that blocked the loop before this one, for errors
+        # Where the thread before this one was blocked, such as ", at FILE:LINE in FUNCTION", for
+        # errors; "" if it is not known.
+        self._blocking_place = ""
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the MCP servers, then end the thread."""
@@ -179,7 +181,7 @@ class ToolThread(EventLoopThread):
                 done, _ = await asyncio.wait({result}, timeout=limit_s)
                 if done:
                     return result.result()
-                # If the loop is not the thread's any more, another call has found it blocked.
+                # If the thread has another loop by now, another call has replaced a blocked one.
                 if loop is self._loop:
                     if probe.done():
                         # The loop runs, so the work only takes its time.
@@ -198,12 +200,12 @@ class ToolThread(EventLoopThread):
         """Give up the thread, whose loop is blocked, and start a new one with a new loop."""
         self._blocking_place = place_of(sys._current_frames().get(self._thread.ident or 0))
         self._given_up.add(self._thread)
-        super().__init__(_THREAD_NAME)
+        super().__init__(_THREAD_NAME)  # sets `_thread` and `_loop`
         self._call_slots = asyncio.Semaphore(MAX_CALLS)
 
     @property
     def num_given_up(self) -> int:
-        """Number of threads that were given up and are still alive."""
+        """Number of threads that were given up and are still alive. Ended ones are forgotten."""
         self._given_up = {thread for thread in self._given_up if thread.is_alive()}
         return len(self._given_up)
 
@@ -343,8 +345,8 @@ class ToolBox:
         self.specs = specs
         self.config = config
         self.thread = thread
-        by_name = without_none(tools_kwargs)
-        unknown = [name for name in by_name if name not in specs]
+        kwargs_by_tool = without_none(tools_kwargs)
+        unknown = [name for name in kwargs_by_tool if name not in specs]
         if unknown:
             raise RolloutError(
                 "tools_kwargs",
@@ -352,9 +354,9 @@ class ToolBox:
                 expected=f"names of tools: {', '.join(specs) or 'none is configured'}",
                 fix="Correct extra_info.tools_kwargs of the row, or configure the tool.",
             )
-        # Checked, with an entry for each tool.
+        # The same after a check, with an entry for each tool.
         self._kwargs = {
-            name: spec.method_kwargs(by_name.get(name, {})) for name, spec in specs.items()
+            name: spec.method_kwargs(kwargs_by_tool.get(name, {})) for name, spec in specs.items()
         }
         self._tools: dict[str, Tool] = {}  # the objects of this conversation, by name
         self._releases = AsyncExitStack()  # calls `release` of each of them
@@ -362,8 +364,8 @@ class ToolBox:
     async def __aenter__(self) -> "ToolBox":
         """Make an object of every tool and call its `create`. `__aexit__` calls their `release`.
 
-        A tool is released even if its `create`, or another tool, failed. If `release` fails after
-        another error, that error is raised, with the failure of `release` in its details.
+        A tool is released even if its `create`, or another tool, failed. If a `release` fails after
+        that, the earlier error is raised, with the failure of `release` in its details.
 
         Raises:
             ToolFailedError: a tool failed.
@@ -396,7 +398,7 @@ class ToolBox:
             The responses, in the order of the calls. Calls over the limit are refused.
 
         Raises:
-            ToolFailedError: a tool raised, took too long, or returned what cannot be written.
+            ToolFailedError: a tool raised, took too long, or returned what `as_text` refuses.
         """
         limit = self.config.max_parallel_calls
         # The error of a tool ends the conversation, whose tools are then released. So it is raised
@@ -435,7 +437,7 @@ class ToolBox:
         """Make one call. The response to a mistake of the model says what is wrong.
 
         Raises:
-            ToolFailedError: the tool failed by itself.
+            ToolFailedError: the tool failed, through no mistake of the model.
         """
         # Errors name the call, with its arguments cut short.
         shown_arguments = call.arguments_text

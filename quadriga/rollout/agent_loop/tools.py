@@ -182,7 +182,7 @@ class ToolSpec:
             got = "; ".join(faults_of(error))
             raise ToolError(f"tool {self.name}", got, expected) from error
         if isinstance(checked, BaseModel):
-            # Only arguments of the call: the function has the defaults of all others.
+            # Only the arguments that the call names: the function has its defaults for the others.
             return {name: getattr(checked, name) for name in checked.model_fields_set}
         return arguments
 
@@ -486,6 +486,7 @@ def validator_of(parameters: Mapping[str, Any]) -> Callable[[Any], Any]:
         hints[name] = marker[hint]
     arguments = cast(Any, TypedDict)("arguments", hints)
 
+    # A schema without properties does not say which names there are.
     takes_any_name = not parameters.get("properties") or parameters.get("additionalProperties")
     extra: Any = "allow" if takes_any_name else "forbid"
     arguments.__pydantic_config__ = ConfigDict(strict=True, extra=extra)

@@ -198,6 +198,7 @@ def random_value(
         return generator.randint(low, int(schema.get("maximum", low + 9)))
     if kind == "boolean":
         return generator.random() < 0.5
+    # A letter stands for any text, and for a value of unknown type.
     return None if kind == "null" else generator.choice("abc")
 
 

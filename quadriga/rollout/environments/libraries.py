@@ -166,7 +166,7 @@ class TextArenaEnvironment(TextEnvironment):
         for sender, message, kind in state.get_current_player_observation():
             if kind is self._player_action and sender == agent:
                 continue
-            # After an invalid move the same agent acts again, so the message is about its action.
+            # After an invalid move the same agent acts again, so the message is about its own move.
             if kind is self._admin and _INVALID_MOVE in message:
                 info["is_invalid"] = True
             sender_name = state.role_mapping.get(sender, f"Player {sender}")
@@ -376,7 +376,8 @@ class SkyRLEnvironment(TextEnvironment):
         )
         prompt = row.get("prompt") or []
         messages, info = self._environment.init(prompt)
-        # The prompt of the row is in the conversation already.
+        # `init` may return the prompt with new messages behind it. The conversation has the prompt
+        # already.
         if messages[: len(prompt)] == prompt:
             messages = messages[len(prompt) :]
         return Step(_join_contents(messages), info=info or {})

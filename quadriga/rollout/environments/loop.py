@@ -74,7 +74,7 @@ class EnvironmentAgent(AgentLoop):
             num_agents = self._pool.config.num_agents
             if num_agents > 1:
                 got = f"{num_agents} agents, of an environment whose actions are tools"
-                raise RolloutError("env.agents", got, expected="one")
+                raise RolloutError("env.agents", got, expected="one agent")
 
     async def run(self, chat: Conversation) -> None:
         """Play the episode of a conversation's row, and score it."""
@@ -102,10 +102,12 @@ class EnvironmentAgent(AgentLoop):
                         await self._take_turns(chat, plays, episode, step)
                 except ConversationOver as over:
                     # A limit ends the episode for all agents. The part before the limit is scored.
+                    # The agent that reached the limit has its own reason already.
                     for play in plays.values():
                         play.chat.finish_reason = play.chat.finish_reason or over.reason
                 _record(plays, await episode.finish())
             except EnvironmentFailedError as error:
+                # The failure is the grade, so that nothing else grades the conversation.
                 chat.outcome = failure(error.kind, error.details or str(error))
                 raise
         for play in plays.values():
@@ -211,7 +213,7 @@ class EnvironmentAgent(AgentLoop):
             chat.activity = "in the environment"
             started = time.perf_counter()
             # One after the other, because the calls act on the same environment. Calls over the
-            # limit are not made.
+            # limit are not made, and get no response.
             responses = []
             for call in calls[: config.max_parallel_calls]:
                 if not play.is_done:
@@ -276,7 +278,7 @@ class Play:
             self.rewards += [0.0] * num_missing
 
     def record(self, step: Step, actor: int | None = None) -> None:
-        """Record a step. Its reward is added to the agent's last turn.
+        """Record a step, and add the agent's reward for the step to the agent's last turn.
 
         Args:
             step: response of the environment.
@@ -327,8 +329,8 @@ class Play:
         chat.agent = self.config.role_of(self.agent)
         if not self.has_rewards and is_graded_elsewhere:
             return
-        # An environment that scores only the last step has not scored an episode that a limit has
-        # cut off, whose grade is then 0.
+        # An environment may score only the last step. If a limit has cut the episode off before
+        # that, the grade is 0.
         was_cut_off = chat.finish_reason and not self.is_done
         if not self.has_rewards and self.has_unscored_step and not was_cut_off:
             raise RolloutError(
@@ -365,7 +367,7 @@ def _record(plays: Plays, step: Step, actor: int | None = None) -> None:
 
 
 def is_seed(sample: Sample) -> bool:
-    """Whether a row is only a seed for the environment. The model must not read its prompt then."""
+    """Whether a row is only a seed for the environment, with a placeholder instead of a prompt."""
     return bool((sample.columns.get("extra_info") or {}).get("is_env_seed"))
 
 

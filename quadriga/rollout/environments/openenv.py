@@ -33,11 +33,10 @@ from quadriga.rollout.environments.user_classes import as_observation
 
 _MAX_MESSAGE_BYTES = 64 << 20
 _CONNECT_S = 20.0
-# A server may hold the session of an ended episode for a moment, and refuse new sessions meanwhile:
-# how long and how often a refused request is sent again, and the code of this refusal.
-_MAX_WAIT_S = 10.0
-_PAUSE_S = 0.1
-_FULL = "CAPACITY_REACHED"
+# A server may hold the session of an ended episode for a moment, and refuse new sessions meanwhile.
+_FULL = "CAPACITY_REACHED"  # code of this refusal
+_MAX_WAIT_S = 10.0  # time during which a refused request is sent again
+_PAUSE_S = 0.1  # pause before it is sent again
 # Codes of errors that say what is wrong with an action. All other errors are the server's own.
 _REFUSALS = frozenset({"VALIDATION_ERROR", "INVALID_JSON"})
 # Fields of an observation that the model does not read.
@@ -45,7 +44,7 @@ _HIDDEN = frozenset({"reward", "done", "metadata"})
 
 
 class OpenEnvEnvironment(TextEnvironment):
-    """Adapter of a server of OpenEnv. Each object has a session of its own.
+    """Adapter of a server of OpenEnv. Each object has its own session on the server.
 
     Args:
         spec: the environment; its options are arguments of every reset.
@@ -218,7 +217,8 @@ class OpenEnvEnvironment(TextEnvironment):
         """
         exceptions = import_library("websockets.exceptions")
         try:
-            # If the server has closed the session, its reason may still be there to receive.
+            # If the server has closed the session, `recv` may still return the error that it sent
+            # before.
             with suppress(exceptions.ConnectionClosed):
                 self._socket.send(json.dumps({"type": kind, "data": data}))
             message = self._socket.recv()
@@ -228,8 +228,8 @@ class OpenEnvEnvironment(TextEnvironment):
             reply = json.loads(message)
         except ValueError as error:
             raise self._failure(f"the reply {message[:200]!r}, which is no JSON") from error
-        is_known = isinstance(reply, dict) and reply.get("type") in ("observation", "error")
-        if not is_known or not isinstance(reply.get("data"), dict):
+        has_type = isinstance(reply, dict) and reply.get("type") in ("observation", "error")
+        if not has_type or not isinstance(reply.get("data"), dict):
             raise self._failure(f"the reply {json.dumps(reply)[:200]}")
         return reply
 
@@ -251,6 +251,7 @@ class OpenEnvEnvironment(TextEnvironment):
             raise self._failure(f"the reply {json.dumps(reply)[:200]}, without an observation")
         is_invalid = bool(observation.get("error"))
         shown: Any = {name: value for name, value in observation.items() if name not in _HIDDEN}
+        # An observation after a call of a tool: the model reads only its error or its result.
         if "tool_name" in shown:
             result = shown.get("result")
             # FastMCP wraps results in such a dictionary.
@@ -258,7 +259,7 @@ class OpenEnvEnvironment(TextEnvironment):
                 is_invalid = is_invalid or bool(result.get("is_error"))
                 result = result.get("data", result.get("content"))
             shown = shown.get("error") or result
-        # Not "{}" for an observation without fields: the prompt has only the tools or the schema.
+        # An observation without fields is "" and not "{}", which would tell the model nothing.
         text = as_observation(shown) if shown else ""
         info = {"is_invalid": True} if is_invalid else {}
         if is_first:
@@ -270,7 +271,7 @@ class OpenEnvEnvironment(TextEnvironment):
 
         Args:
             got: what the server did.
-            fix: advice. "": start the server, and name its own address.
+            fix: advice. "": the advice to start the server, and to name the server's own address.
         """
         return RolloutError(
             self._where,

@@ -67,7 +67,7 @@ class ServerPlayer:
     Args:
         url: address of the server, which has `/v1/chat/completions`.
         chat: conversation of a trained agent, whose sampling parameters the fixed model gets, too.
-        system_prompt: system message. None: none.
+        system_prompt: system message of the fixed model. None: there is none.
         name: name of the agent, for errors.
     """
 

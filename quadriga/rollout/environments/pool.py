@@ -95,7 +95,8 @@ class EnvironmentPool:
             _Host(spec, config.timeout_s, self._printed, self._counts)
             for _ in range(max(1, num_processes // num_shares))
         ]
-        # All processes start now. A later one that fails raises in its first call.
+        # All processes start now, but only the first one is awaited. If another one fails, its
+        # first call raises the error.
         starts = [host.thread.submit(host.start) for host in self._hosts]
         try:
             self.description: Description = starts[0].result()
@@ -119,7 +120,7 @@ class EnvironmentPool:
                 yield episode
             finally:
                 host.episodes.discard(episode)
-                # Submitted, so that it follows a call that is in progress.
+                # Submitted to the host's thread, so that it runs after a call that is in progress.
                 host.thread.submit(host.drop, episode)
 
     def take_metrics(self) -> dict[str, Metric]:
@@ -284,7 +285,7 @@ class _Host:
                 times, or a replay gave other answers.
             QuadrigaError: the environment cannot be loaded.
         """
-        num_steps = max(0, len(episode.calls) - 1)  # the first call is `reset`
+        num_steps = [name for name, *_ in episode.calls].count("step")
         where = f"environment {self._spec.name}, {method} after {num_steps} steps"
         end = ""  # how the process has ended
         for _ in range(_MAX_DEATHS):
@@ -311,7 +312,7 @@ class _Host:
     def close(self) -> None:
         """End the process and the thread. Any thread may call this."""
         self._is_closed = True
-        # The thread runs `_stop` after the call in progress, which the kill ends at once.
+        # `kill` ends the call in progress at once. The thread then runs `_stop`.
         if self._process is not None:
             self._process.kill()
         self.thread.submit(self._stop)

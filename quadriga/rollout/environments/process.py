@@ -69,6 +69,7 @@ class EnvironmentProcess:
         self._connection = self._program.connection
         self._output_fd = output_fd
         self._output = OutputPipe(output_fd, printed)
+        # Waits for answers on the connection, and for output on the pipe.
         self._messages = select.poll()
         self._messages.register(self._connection, select.POLLIN)
         self._messages.register(output_fd, select.POLLIN)
@@ -160,7 +161,7 @@ def _serve(connection: Connection, host: "EpisodeHost") -> None:
         except (Exception, SystemExit) as error:
             answer = traceback_text(error)
         if os.getpid() != pid:
-            # In a child that the environment has forked. Only the parent answers.
+            # This is a child that the environment has forked. Only the parent answers.
             os._exit(0)
         connection.send(answer)
 
@@ -178,7 +179,7 @@ class EpisodeHost:
     def __init__(self, spec: EnvironmentSpec) -> None:
         self.spec = spec
         self._make = environment_maker(spec)
-        # The first object only shows that objects can be made, and which tools they have.
+        # The first object serves no episode. It shows that objects can be made, and their tools.
         try:
             environment = self._make()
             self.description = Description(tuple(environment.schemas))

@@ -64,7 +64,7 @@ def user_environment(user_class: type[Any], spec: EnvironmentSpec) -> TextEnviro
 
 
 def as_observation(value: Any) -> str:
-    """Convert an observation to text: None becomes "", and any value but a text becomes JSON."""
+    """Convert an observation to text: None becomes "", other values than texts become JSON."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -122,7 +122,8 @@ class SteppedEnvironment(TextEnvironment):
             try:
                 action = self._read_action(str(action))
             except ValueError as error:
-                # Only errors of `read_action` are the model's mistakes, so `step` is called below.
+                # A ValueError of `read_action` is the model's mistake. One of `step`, which is
+                # called outside this block, is the environment's.
                 return Step(f"Error: {error}", self._agent, info={"is_invalid": True})
         result = self.environment.step(action)
         observation, reward, is_done, info = _read_step(result)

@@ -73,7 +73,7 @@ class AdapterSlot:
         Raises:
             WeightSyncError: after the load, vLLM holds another adapter, or not all of this one.
         """
-        # No request may use a half-loaded adapter, so `request` is only set at the end.
+        # No new prompt may use a half-loaded adapter, so `request` is only set at the end.
         if self.request is not None:
             self.request = None
             self.core.ask("remove_lora", self.number)
@@ -81,7 +81,7 @@ class AdapterSlot:
         with own_folder() as folder:
             write_adapter_shape(Path(folder), self.adapter.shape, self.adapter.modules)
             write_factors(Path(folder), factors)
-            marks = self.core.call("adapter_marks", folder)
+            fingerprints = self.core.call("adapter_fingerprints", folder)
             request = self.library.lora.LoRARequest(f"quadriga-{self.number}", self.number, folder)
             self.core.ask("add_lora", request)
             numbers = set(self.core.ask("list_loras"))
@@ -89,7 +89,7 @@ class AdapterSlot:
                 raise WeightSyncError(
                     f"{WHERE}, adapter",
                     got=f"adapters {sorted(numbers)} in vLLM",
-                    expected=f"only number {self.number}, which was just given to it",
+                    expected=f"only number {self.number}, which was just loaded",
                     fix=f"Give no other adapters to this vLLM. {_MERGE}",
                 )
             missing = self.core.call("missing_factors")
@@ -103,7 +103,7 @@ class AdapterSlot:
                     f" (actor_rollout_ref.model.target_modules). {_MERGE}",
                 )
         self.request = request
-        return marks
+        return fingerprints
 
 
 def split_off_adapter(

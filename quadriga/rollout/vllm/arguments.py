@@ -44,9 +44,9 @@ def arguments_of(setup: EngineSetup, adapter: Adapter | None, *, is_vision: bool
     # temperature 1 ("raw_logprobs"), which the checks of the configuration require.
     is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     # In asynchronous training one engine generates and, if there is validation data, another one
-    # validates. Both share the GPU's memory.
-    has_two = setup.config.async_training.enable and bool(data.val_files)
-    num_engines = rollout.data_parallel_size * (1 + has_two)
+    # validates. All engines share the memory of the GPU.
+    has_validation_engine = setup.config.async_training.enable and bool(data.val_files)
+    num_engines = rollout.data_parallel_size * (1 + has_validation_engine)
     arguments: dict[str, Any] = {
         "model": str(model.path),
         "tokenizer": str(data.tokenizer or model.path),

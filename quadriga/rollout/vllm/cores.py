@@ -159,7 +159,7 @@ class Response:
                 " values, or overflow.",
             )
         log_probs, sampling_log_probs = split_log_probs(self.log_probs, sampling, log_probs_of)
-        # Each version drew the tokens up to the first one of the next version.
+        # Each version drew the tokens up to the first token of the next version.
         num_tokens = len(self.token_ids)
         ends = [*(first for first, _ in self.versions[1:]), num_tokens]
         versions = []
@@ -174,7 +174,7 @@ class Response:
             weight_version,
             sampling_log_probs,
             versions=versions,
-            times=(self.begin_s, math.nan, self.end_s),
+            times=(self.begin_s, math.nan, self.end_s),  # the time of admission is unknown
         )
 
 
@@ -327,7 +327,7 @@ class InProcessCore(Core):
                         responses[output.request_id].add(output)
                         if count_ended is not None and output.finished:
                             count_ended(1)
-            # After `abort` some are unfinished. They get their tokens so far.
+            # After `abort` some responses are unfinished. They get their tokens so far.
             for output in partial_outputs(self.engine, responses):
                 responses[output.request_id].add(output)
         finally:
@@ -367,7 +367,7 @@ class ProcessCore(Core):
     def __init__(self, library: VLLMLibrary, arguments: dict[str, Any], silent_s: float) -> None:
         self._ids = itertools.count(1)
         self._silent_s = silent_s
-        # Both are only used on the thread's loop.
+        # The next two attributes are only used on the thread's loop.
         self._running: dict[str, Response] = {}  # unfinished responses by our name of the request
         self._is_open = asyncio.Event()  # set while responses may begin
         self._is_open.set()
@@ -440,7 +440,8 @@ class ProcessCore(Core):
     def paused_for_weights(self, version: int, *, keeps_cache: bool) -> Iterator[None]:
         """Context manager in which new weights are loaded, while vLLM makes no steps.
 
-        On exit unfinished responses go on. After an error vLLM remains paused.
+        On exit unfinished responses go on. After an error vLLM remains paused, because its weights
+        may be incomplete.
 
         Args:
             version: version of the new weights.
@@ -501,7 +502,7 @@ class ProcessCore(Core):
             await asyncio.sleep(HEALTH_CHECK_EVERY_S)
             processes = self.engine.engine_core.resources.engine_manager.processes
             try:
-                # Any call would do: vLLM answers it between two steps.
+                # Any call would do, because vLLM answers each of them between two steps.
                 await asyncio.wait_for(self.engine.is_sleeping(), self._silent_s)
             except TimeoutError:
                 pids = [process.pid for process in processes]
@@ -536,6 +537,7 @@ class VLLMMemory:
             keeps_weights: whether the weights move to the host; otherwise they are dropped.
         """
         if self.can_sleep and not self.released:
+            # vLLM's level 1 copies the weights to the host, level 2 drops them.
             self.core.ask("sleep", level=1 if keeps_weights else 2)
             self.released = {"weights", "kv_cache"}
             self.has_dropped_weights = not keeps_weights

@@ -367,31 +367,32 @@ class VLLMEngine(ThirdPartyEngine):
                 model_weights = split_off_adapter(model_weights, factors)
             try:
                 with closing(self._buckets(model_weights)) as stream:
-                    # If the adapter arrives alone, there is no bucket. Otherwise the stream brings
-                    # all weights, so fingerprints of an earlier load do not count any more.
+                    # A bucket means that the stream brings all weights, so the fingerprints of an
+                    # earlier load do not count any more. If the adapter arrives alone, there is no
+                    # bucket, and they stay.
                     for bucket in stream:
                         self._frozen = {}
                         self.core.call("load_bucket", bucket)
             finally:
-                fingerprints = self.core.call("end_weights")
+                loaded_fingerprints = self.core.call("end_weights")
             self._log_rebuilt()
             self._drop_caches(keeps_cache=keeps_cache)
-            # For each process of vLLM, fingerprints of the weights that it holds: omitted ones and
-            # new ones.
-            received += [self._frozen | marks for marks in fingerprints]
+            # For each process of vLLM, fingerprints of the weights that it holds: those that the
+            # stream omitted, those that were loaded, and those of the adapter.
+            received += [self._frozen | fingerprints for fingerprints in loaded_fingerprints]
             if self._slot is not None:
-                for process, marks in enumerate(self._slot.replace(factors)):
-                    received[process] |= marks
+                for process, fingerprints in enumerate(self._slot.replace(factors)):
+                    received[process] |= fingerprints
         self.memory.has_dropped_weights = False
         # Later loads may omit the weights below the adapter.
         if self._slot is not None:
-            for name, mark in self._arrived.tensors.items():
+            for name, fingerprint in self._arrived.tensors.items():
                 if not is_factor(name):
-                    self._frozen[name] = mark
+                    self._frozen[name] = fingerprint
 
     def _log_rebuilt(self) -> None:
         """Log the most memory that a load has taken beside the weights, if it is a new maximum."""
-        # The messages of vLLM's processes turn tuples into lists.
+        # A pair for each process. vLLM's messages turn tuples into lists, so it is unpacked first.
         num_bytes, name = max(self.core.call("rebuilt_module"))
         if num_bytes > self.rebuilt[0]:
             self.rebuilt = (num_bytes, name)
@@ -443,6 +444,7 @@ class VLLMEngine(ThirdPartyEngine):
             # object, by which `_update_rebuilt` sees when vLLM frees the tensor.
             copy = torch.from_dlpack if self.is_load_stable else torch.clone
 
+            # A bucket is a list here, so the offset in the bucket is not used.
             def put(weight: tuple[str, Tensor], _: int) -> tuple[str, Tensor]:
                 name, tensor = weight
                 return name, copy(tensor.detach())
@@ -666,10 +668,11 @@ class WorkerExtension:
     worker. `Core.call` calls the methods in every worker.
 
         load_bucket (repeated) -> end_weights -> clear_cache
-        adapter_marks -> vLLM's own add_lora -> missing_factors
+        adapter_fingerprints -> vLLM's own add_lora -> missing_factors
 
     Attributes:
-        quadriga_marks: fingerprints of the weights of the load under way; None: there is no load.
+        quadriga_fingerprints: fingerprints of the weights of the load under way. None: there is no
+            load.
         quadriga_rebuilt: see `rebuilt_module`.
         quadriga_held: pairs of storage and size in bytes, for tensors of the last load that vLLM
             has perhaps not freed. The reference to a storage expires when vLLM frees it.
@@ -679,7 +682,7 @@ class WorkerExtension:
     model_runner: Any
     model_config: Any
     device: torch.device
-    quadriga_marks: PendingFingerprints | None = None
+    quadriga_fingerprints: PendingFingerprints | None = None
     quadriga_rebuilt: tuple[int, str] = (0, "")
     quadriga_held: list[tuple[StorageWeakRef, int]]
 
@@ -693,7 +696,7 @@ class WorkerExtension:
             bucket: from `VLLMEngine._buckets`: names and tensors, or the place of a bucket in the
                 memory of another process.
         """
-        is_on_gpu = "handle" in bucket
+        is_on_gpu = "handle" in bucket  # False for a list
         if isinstance(bucket, list):
             # The list is emptied, so that a tensor is freed once vLLM has copied it to its layer.
             weights = (bucket.pop(0) for _ in range(len(bucket)))
@@ -719,18 +722,18 @@ class WorkerExtension:
         model_type = self.model_config.hf_text_config.model_type
         with configured(self.vllm_config):
             # The first bucket begins the load.
-            if self.quadriga_marks is None:
+            if self.quadriga_fingerprints is None:
                 drop_packed_experts(model, model_type)
                 begin(model)
-                self.quadriga_marks = PendingFingerprints()
+                self.quadriga_fingerprints = PendingFingerprints()
                 self.quadriga_rebuilt = (0, "")
                 self.quadriga_held = []
-            marks = self.quadriga_marks
+            fingerprints = self.quadriga_fingerprints
 
             def watched_weights() -> Iterator[tuple[str, Tensor]]:
                 """Yield the weights in vLLM's form, after noting their fingerprints."""
                 for name, tensor in weights:
-                    marks.add(name, tensor)
+                    fingerprints.add(name, tensor)
                     self._update_rebuilt(name, tensor)
                     yield from checkpoint_weights(name, tensor, model_type)
 
@@ -769,17 +772,17 @@ class WorkerExtension:
         Returns:
             The fingerprint of each weight of the load.
         """
-        marks = self.quadriga_marks
-        self.quadriga_marks = None
+        fingerprints = self.quadriga_fingerprints
+        self.quadriga_fingerprints = None
         # No bucket has arrived, as when an adapter arrives alone.
-        if marks is None:
+        if fingerprints is None:
             return {}
         _, end, configured = layerwise_reload()
         model = self.model_runner.get_model()
         with configured(self.vllm_config), torch.no_grad():
             end(model, self.model_config)
             repack_tied(model)
-        return marks.read()
+        return fingerprints.read()
 
     def drawn_tokens(self) -> dict[str, int]:
         """Number of tokens that each request has drawn, by vLLM's name of the request.
@@ -805,7 +808,7 @@ class WorkerExtension:
         for tensor in cache_tensors(self):
             tensor.zero_()
 
-    def adapter_marks(self, folder: str) -> dict[str, str]:
+    def adapter_fingerprints(self, folder: str) -> dict[str, str]:
         """Read an adapter, and return the fingerprint of each matrix, by name.
 
         The matrices are kept for `missing_factors`.
@@ -820,7 +823,7 @@ class WorkerExtension:
         return {name: tensor_fingerprint(tensor) for name, tensor in self.quadriga_factors.items()}
 
     def missing_factors(self) -> list[str]:
-        """Names of the matrices that `adapter_marks` has read and no layer of this process holds.
+        """Names of the matrices that `adapter_fingerprints` has read and no layer here holds.
 
         A matrix counts as held if a layer has a tensor with the fingerprint of the matrix, or of a
         part of it that this rank may hold: with tensor parallelism A may be split by rows or by
@@ -831,8 +834,8 @@ class WorkerExtension:
         self.quadriga_factors = {}
         layers = adapter_layers(self)
         if not layers:
-            # This version of vLLM keeps them elsewhere, which `missing_parts` has reported, so that
-            # nothing can be checked.
+            # This version of vLLM keeps its matrices elsewhere, so nothing can be checked.
+            # `missing_parts` has reported that.
             return []
         rank, num_ranks = tensor_parallel_place(self)
         held_fingerprints = set()

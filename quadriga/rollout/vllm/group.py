@@ -95,7 +95,7 @@ class GroupCore(InProcessCore):
         if group.device.type == "cuda":
             initializer = partial(torch.cuda.set_device, group.device)
         self._worker = ThreadPoolExecutor(1, "vllm", initializer=initializer)
-        self._turn: Future[None] | None = None  # the last `_run` in this thread
+        self._turn: Future[None] | None = None  # the last `_run` in the thread of `_worker`
         # All ranks need the same name of the group, which is unique on the machine: the leader's.
         name = f"quadriga-{uuid4().hex}"
         if group.is_leader:
@@ -204,7 +204,7 @@ class GroupCore(InProcessCore):
                     if step is None:
                         break
                     self.group.broadcast(step if any(step) else None)
-                    # The tokens so far, before `_make_step` drops the aborted requests.
+                    # Outputs with the tokens so far, before `_make_step` drops aborted requests.
                     aborted = partial_outputs(self.engine, step.aborted) if step.aborted else []
                     for output in (*aborted, *self._make_step(step)):
                         with self._lock:
@@ -220,6 +220,7 @@ class GroupCore(InProcessCore):
             for call in failed.values():
                 if call.future.set_running_or_notify_cancel():
                     call.future.set_exception(error)
+            # Such as a KeyboardInterrupt.
             if not isinstance(error, Exception):
                 raise
 

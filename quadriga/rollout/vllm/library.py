@@ -194,14 +194,15 @@ def checkpoint_weights(name: str, weight: Tensor, model_type: str) -> Iterator[t
         Name and tensor: the weight itself, or one matrix of one expert.
     """
     if model_type in MIXTURES:
-        # Files call the module with the router and the experts as vLLM does.
+        # The trainer calls the module with the router and the experts `mlp`. Files have vLLM's name
+        # for it.
         name = name.replace(".mlp.", f".{MIXTURES[model_type]}.")
     place, _, kind = name.rpartition(".")
     if not place.endswith(".experts"):
         yield name, weight
         return
     for number, expert in enumerate(weight):
-        # `gate_up_proj` has both matrices, one above the other.
+        # `gate_up_proj` has the rows of `gate_proj`, then those of `up_proj`.
         names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
         for part, matrix in zip(names, expert.chunk(len(names)), strict=True):
             yield f"{place}.{number}.{part}.weight", matrix
@@ -278,7 +279,8 @@ def executor(device: torch.device, group: tuple[str, int] | None = None) -> type
                 method, rank, *_ = super()._distributed_args()
             else:
                 name, rank = group
-                # Not opened, because torch's process group exists. vLLM derives names from it.
+                # vLLM does not open this file, because torch's process group exists already. It
+                # derives the names of shared memory from the path.
                 method = f"file:///{name}"
             return method, rank, device.index or 0
 
@@ -294,6 +296,7 @@ def partial_outputs(engine: Any, names: Container[str]) -> list[Any]:
     """
     aborted = importlib.import_module("vllm.v1.engine").FinishReason.ABORT
     states = engine.output_processor.request_states.values()
+    # With no new tokens, no pooled output, the finish reason, and no stop string.
     return [
         state.make_request_output([], None, aborted, None)
         for state in states
@@ -305,8 +308,8 @@ def cache_tensors(worker: Any) -> Sequence[Tensor]:
     """Tensors of the KV cache of vLLM's worker; empty if this version keeps them elsewhere."""
     runner = getattr(worker, "model_runner", None)
     tensors = getattr(runner, "kv_caches", None)
-    is_known = isinstance(tensors, list) and all(map(torch.is_tensor, tensors))
-    return tensors if is_known else ()
+    are_tensors = isinstance(tensors, list) and all(map(torch.is_tensor, tensors))
+    return tensors if are_tensors else ()
 
 
 def drawn_tokens(runner: Any) -> dict[str, int] | None:
@@ -328,7 +331,8 @@ def drawn_tokens(runner: Any) -> dict[str, int] | None:
     try:
         states = runner.req_states
         slots = states.req_id_to_index
-        # Only the array on the device counts sampled tokens exactly. It is read once for all slots.
+        # Only the array on the device counts sampled tokens exactly. It is copied to the host once
+        # for all slots.
         total_lengths = states.total_len.gpu.tolist()  # of prompt and response
         prompt_lengths = states.prompt_len.np.tolist()
     except AttributeError:

@@ -179,16 +179,16 @@ def resolve(
         WorkerLostError: the process, its node or the cluster is lost. A note of the error has the
             end of the process's standard error.
     """
-    wait = _PendingCalls(handles)
+    pending_calls = _PendingCalls(handles)
     # A single call to Ray is enough if all are complete soon. If that fails or takes too long,
     # `go_on` fetches the outputs one by one.
     with suppress(RayError):
-        outputs = ray.get(list(wait.calls), timeout=POLL_S)
-        wait.outputs = dict(zip(wait.calls, outputs, strict=True))
-    wait.go_on(report_every_s or REPORT_EVERY_S, emit)
-    if wait.failures():
-        raise wait.error()
-    return [transport.unpack_result(wait.outputs[call.ref], borrow) for call in handles]
+        outputs = ray.get(list(pending_calls.calls), timeout=POLL_S)
+        pending_calls.outputs = dict(zip(pending_calls.calls, outputs, strict=True))
+    pending_calls.go_on(report_every_s or REPORT_EVERY_S, emit)
+    if pending_calls.failures():
+        raise pending_calls.error()
+    return [transport.unpack_result(pending_calls.outputs[call.ref], borrow) for call in handles]
 
 
 def first_outcomes(handles: Sequence[RemoteCall]) -> dict[RemoteCall, Any]:
@@ -201,14 +201,14 @@ def first_outcomes(handles: Sequence[RemoteCall]) -> dict[RemoteCall, Any]:
         Output or error of each call that has ended, by call. Outputs are lent, as with `borrow` of
         `resolve`.
     """
-    wait = _PendingCalls(handles)
-    wait.go_on(REPORT_EVERY_S, for_one=True)
+    pending_calls = _PendingCalls(handles)
+    pending_calls.go_on(REPORT_EVERY_S, for_one=True)
     outcomes = {}
-    for ref, output in wait.outputs.items():
+    for ref, output in pending_calls.outputs.items():
         if isinstance(output, _FAILED):
-            outcomes[wait.calls[ref]] = output.as_error()
+            outcomes[pending_calls.calls[ref]] = output.as_error()
         else:
-            outcomes[wait.calls[ref]] = transport.unpack_result(output, borrow=True)
+            outcomes[pending_calls.calls[ref]] = transport.unpack_result(output, borrow=True)
     return outcomes
 
 
@@ -416,7 +416,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _second_error(call: RemoteCall) -> RayError | None:
-    """Find the reason for an ActorUnavailableError: right after a death, Ray may not know it yet.
+    """Find the reason for an ActorUnavailableError: Ray raises it before it knows of a death.
 
     Args:
         call: the call that raised the error.
@@ -479,7 +479,7 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
                 node_id, _await_end, processes, patience_s, limit_s=NODE_LIMIT_S
             )
         except GetTimeoutError:
-            # Unknown, so report all.
+            # Nobody knows which processes are alive, so report all of them.
             alive = [pid for pid, _ in processes]
         except RayError:
             # The node is gone, and its processes with it.
@@ -508,6 +508,7 @@ def kill(address: ProcessAddress, got: str, fix: str) -> None:
     """
     _KILLED[address] = (got, fix)
     processes = [(address.pid, address.started)]
+    # 0.0: no patience, so SIGKILL is sent at once.
     cluster.run_on_node(address.node_id, _await_end, processes, 0.0, limit_s=NODE_LIMIT_S)
 
 

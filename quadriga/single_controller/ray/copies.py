@@ -136,7 +136,7 @@ class Keeper:
                 slot[start : start + len(content)] = content
 
     def _content(self, owner: Owner) -> np.ndarray:
-        """Map the memory of an owner."""
+        """Map the memory of an owner, with both slots, as bytes."""
         return np.frombuffer(mmap(self._files[owner], 0), np.uint8)
 
 
@@ -197,7 +197,7 @@ class StateCopies:
         self._memory: _CopyLocations | None = None  # None: there are no copies
         # The driver's part of the state after each of the last two copied steps.
         self._driver: dict[int, dict[str, Any]] = {}
-        # Calls that may still be copying the memory of a node to another.
+        # References of calls of `Keeper.mirror` that may still be in progress.
         self._mirrors: list[Any] = []
 
     @property
@@ -321,7 +321,8 @@ class StateCopies:
             except ray.exceptions.RayError:
                 print(f"state copies: those on node {node} are lost with it")
                 del self._keepers[node]
-        # The driver's memory is of no use to workers on other nodes, which a cluster may have got.
+        # Workers on other nodes cannot read the driver's memory, and the cluster may have got more
+        # nodes since the copy.
         if self._memory is None or (HERE in complete and not _is_one_node()):
             return None
         # The newest step is incomplete if a rank was lost while it was copied.

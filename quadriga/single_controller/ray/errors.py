@@ -94,10 +94,11 @@ class Failure:
         # The error in a class that the driver has, too.
         driver_error = None
         if isinstance(error, QuadrigaError):
-            # Of a user's subclass, take the nearest base class in `errors`.
+            # Instead of a user's subclass, take its nearest base class in `errors`.
             kind = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
             if _is_lost_peer(error):
                 kind = PeerLostError
+            # As texts, which can be pickled whatever the worker had put there.
             driver_error = kind(*map(str, (error.where, error.got, error.expected, error.fix)))
             driver_error.worker = error.worker
         elif _is_lost_peer(error):
@@ -259,7 +260,7 @@ def crash_log(log: str) -> CrashLog:
     # Drop Ray's marks for its log monitor, and the fault handler's list of C extensions.
     noise = (":", "Extension modules: ")
     lines = [line for line in lines if line.strip() and not line.startswith(noise)]
-    # Show the whole last report of the fault handler, even if it is longer.
+    # Show the whole last report of the fault handler, if there is one, even if it is longer.
     reports = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
     first = min([len(lines) - NUM_LAST_LINES, *reports[-1:]])
     return CrashLog(tuple(lines[max(0, first) :]), oom_kills())

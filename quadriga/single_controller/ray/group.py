@@ -88,8 +88,8 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
         if isinstance(cls, ActorClass):
             defaults = cls._default_options.items()
             self.options = {key: value for key, value in defaults if value is not None}
-            # `ray.remote` derives a class from the one that it wraps.
-            cls = cls.__ray_metadata__.modified_class.__ray_actor_class__  # the wrapped class
+            # `ray.remote` has derived a class from the user's, which is the one to build.
+            cls = cls.__ray_metadata__.modified_class.__ray_actor_class__
         forbidden = ", ".join(sorted(_GROUP_OPTIONS & set(self.options)))
         if forbidden:
             raise WorkerError(
@@ -219,7 +219,7 @@ class WorkerProcesses:
 
         actor_options = {
             **options,
-            # Ray's stubs know neither of these two options.
+            # Ray's type stubs know neither of these options, so they are not named arguments.
             "concurrency_groups": {"control": 1, "beside": 2},
             # Run calls in the order of submission, even if their arguments arrive in another
             # order: all ranks must enter their collectives in the same order.
@@ -274,6 +274,7 @@ class WorkerProcesses:
         self.actors[rank] = self._factories[rank].remote(self.name, rank)
         self.address_refs[rank] = self.actors[rank].address.remote()
         self.load_refs[rank] = self._load(self.actors[rank])
+        # `addresses` is cached, so the address of the former process is replaced in its list.
         [self.addresses[rank]] = calls.resolve([self._start_of(rank)])
         self._build([rank], self.addresses)
 
@@ -284,10 +285,10 @@ class WorkerProcesses:
 
     def loads(self) -> list[RemoteCall]:
         """The imports of modules in all processes, as calls. Waits until all have started."""
-        places = zip(self.starts(), self.load_refs, self.addresses, strict=True)
+        by_rank = zip(self.starts(), self.load_refs, self.addresses, strict=True)
         return [
             replace(start, ref=ref, address=address, method="load")
-            for start, ref, address in places
+            for start, ref, address in by_rank
         ]
 
     def _load(self, actor: Any) -> Any:

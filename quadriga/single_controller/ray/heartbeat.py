@@ -76,6 +76,7 @@ class Heartbeat:
         self._watched: list[_Watched] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        # The heartbeat of an earlier cluster may have set it.
         calls.HEAD_LOST.clear()
         self._thread.start()
 

@@ -240,7 +240,7 @@ class RayResourcePool(ResourcePool):
     @property
     def placement_groups(self) -> list[Any]:
         """The placement groups, in the order of the nodes' addresses. Empty before `bundles`."""
-        # The bundles of a node refer to the same group.
+        # The bundles of a node have the same placement group, which is listed once.
         groups = {bundle.placement_group.id: bundle.placement_group for bundle in self._bundles}
         return list(groups.values())
 

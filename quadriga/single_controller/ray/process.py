@@ -168,8 +168,8 @@ class WorkerProcess:
 
     def address(self) -> ProcessAddress:
         """Return the address of this process. Called once, before any other method."""
-        # Unblock SIGINT, which Ray blocks in its processes: processes that a worker starts from
-        # this thread would inherit that.
+        # Ray blocks SIGINT in its processes. Unblock it, because processes that a worker starts
+        # from this thread would inherit the block.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         node = ray.util.get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
@@ -322,7 +322,7 @@ class WorkerProcess:
         except BaseException as error:
             # Including SystemExit and KeyboardInterrupt: the driver decides what to do about them.
             name = self._names.get(role)
-            # Before `build`, the process does not know its number of ranks.
+            # Before `build`, the process does not know the number of ranks: at least its rank + 1.
             if name is None:
                 name = WorkerName(role, self._rank, self._rank + 1, pid=os.getpid())
             running_s = time.monotonic() - running.start
@@ -362,7 +362,7 @@ def state_of(pid: int) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Kill this process and its process group when its parent ends, which is the node's raylet."""
+    """Kill this process and its process group when its parent, the node's raylet, ends."""
     while os.getppid() == parent:
         time.sleep(LOOK_AFTER_RAYLET_S)
     if os.getpgrp() == os.getpid():

@@ -136,7 +136,7 @@ class _Pickler(cloudpickle.Pickler):
         memory = bytes_of(plain)
         buffer = pickle.PickleBuffer(memory)
         if memory.nbytes >= BUFFER_FROM_BYTES:
-            # Whether `plain` is no copy: its bytes are in the tensor's storage.
+            # Whether the bytes of `plain` are in the tensor's storage. Otherwise it is a copy.
             is_view = plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
             part = _OutOfBandBuffer(memory, root_of(tensor) if is_view else None, is_column)
             self._tensor_parts[id(buffer)] = (buffer, part)
@@ -362,7 +362,8 @@ class Outbox:
         Returns:
             Locations of the parts, as for `_locations`.
         """
-        # Bytes of each root that the ranks use together; equal parts count once.
+        # Bytes of each root that the ranks use together; equal parts count once. Parts without a
+        # root are counted under the id of None, which is not looked up.
         used_bytes = Counter[int]()
         for root_id, (_, size) in {(id(part.root), part.key) for _, part in missing}:
             used_bytes[root_id] += size

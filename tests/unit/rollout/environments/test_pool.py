@@ -85,6 +85,18 @@ def test_a_fault_of_an_environment_is_a_sentence(game: str, fault: str) -> None:
         assert pool.take_metrics()[f"env/{name}"].value == 1
 
 
+def test_an_error_counts_steps_but_no_choices_of_actions(game: str) -> None:
+    async def run(pool: EnvironmentPool) -> None:
+        async with pool.open(1, {}) as episode:
+            await episode.reset()
+            await episode.sample("Guess, as in [3].", 1, "random")
+            with pytest.raises(EnvironmentFailedError, match="step after 0 steps"):
+                await episode.step("a")
+
+    with closing(pool_of(game, "nan")) as pool:
+        asyncio.run(run(pool))
+
+
 def test_a_step_that_hangs_costs_its_own_episode(game: str) -> None:
     async def run(pool: EnvironmentPool) -> tuple[Any, Any]:
         async with pool.open(1, {}) as episode:

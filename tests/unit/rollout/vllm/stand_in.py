@@ -112,7 +112,7 @@ class StandInCore(InProcessCore):
         self.asked.append(args[0] if method == "collective_rpc" else method)
         match method:
             case "collective_rpc":
-                if args[0] == "adapter_marks":
+                if args[0] == "adapter_fingerprints":
                     self.meddle(args[0], Path(options["args"][0]))
                 return [getattr(process, args[0])(*options["args"]) for process in self.processes]
             case "reset_prefix_cache":

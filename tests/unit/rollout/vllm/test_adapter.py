@@ -120,7 +120,7 @@ def test_a_stream_that_breaks_off(engine: StandIn) -> None:
     """The load is ended, and the next one has fingerprints of its own."""
     with pytest.raises(WeightSyncError, match="a stream without 6 of 7 weights"):
         engine.load_weights(list(weights(1, with_frozen=True))[:1], 1)
-    assert engine.core.processes[0].quadriga_marks is None and not engine.has_frozen_weights
+    assert engine.core.processes[0].quadriga_fingerprints is None and not engine.has_frozen_weights
     CopiedWeights().publish(weights(2, with_frozen=True), engine, 2)
     assert engine.weight_version == 2 and engine.has_frozen_weights
 
@@ -138,7 +138,7 @@ def test_what_was_published_earlier_is_still_looked_at(engine: StandIn) -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("adapter_marks", rf"1 of 7 weights that differ: {B}"),
+        ("adapter_fingerprints", rf"1 of 7 weights that differ: {B}"),
         ("add_lora", rf"process 0: got 1 matrices that no layer of vLLM's holds: {B}"),
     ],
 )
