@@ -77,7 +77,13 @@ class UndividedTokens(SharedTokens):
     def select_predictors(
         self, hidden: torch.Tensor, batch: PackedBatch, *, has_sharded_head: bool
     ) -> ScoredTokens:
-        """Select as `SharedTokens` does; a sharded head's gradients of `hidden` are summed over tp."""
+        """Select as `SharedTokens` does; a sharded head's gradients of `hidden` are summed over tp.
+
+        Args:
+            hidden: last hidden states [n, D] of this rank's tokens.
+            batch: the packed batch.
+            has_sharded_head: whether tensor parallelism shards the head.
+        """
         if self.processes.layout.tp > 1 and has_sharded_head:
             # The identity, but it sums gradients: each rank scores a part of the vocabulary.
             hidden = copy_to_tensor_model_parallel_region(hidden)

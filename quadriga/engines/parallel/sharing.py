@@ -115,7 +115,12 @@ class SharedTokens(Sharing):
         return states, batch.targets[indices], join
 
     def routed_tokens(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
-        """Describe this rank's n tokens for the routers of a mixture of experts."""
+        """Describe this rank's tokens for the routers of a mixture of experts.
+
+        Args:
+            batch: the packed batch, with its `routing`.
+            num_tokens: n, number of this rank's tokens.
+        """
         routed = super().routed_tokens(batch, num_tokens)
         groups = self._groups()
         if groups:
