@@ -74,6 +74,7 @@ class TrainingLoop:
 
     Attributes:
         global_steps: number of the current step, which has begun; 0 before the first.
+        initial_steps: number of the step that this process resumed from; 0 if it did not resume.
         total_training_steps: number of the last step; with dynamic sampling an upper bound of it.
         metrics, timer: metrics and phases of the current step.
         is_stopping: whether a stop before the last step had been requested when `save_where_due`
@@ -107,6 +108,7 @@ class TrainingLoop:
         self.checkpoints = self.saver.checkpoints
         self.resumable = resumable
         self.global_steps = 0
+        self.initial_steps = 0
         self.is_stopping = False
         self.num_rows = 0
         self.quarantine = Quarantine(self.settings)
@@ -223,6 +225,7 @@ class TrainingLoop:
         for name, part in self.resumable.items():
             part.load_state_dict(state.get(name))
         self.global_steps = step
+        self.initial_steps = step
 
     # Steps
 

@@ -253,7 +253,7 @@ class RayPPOTrainer(TrainingLoop):
             self.metrics,
             self.config.actor_rollout_ref.rollout,
             self.global_steps,
-            self.global_steps - self.progress.initial,
+            self.global_steps - self.initial_steps,
         )
         return parts[0] if len(parts) == 1 else _join_mini_batches(parts)
 

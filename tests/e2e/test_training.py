@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from quadriga.config import load_config
 from quadriga.observe.progress import step_fields
+from quadriga.observe.timing import Timeline
+from quadriga.trainer.build import build_run
 
 Lines = Callable[[Path], list[dict[str, Any]]]
 Train = Callable[..., Path]
@@ -32,6 +35,18 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     assert text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
+
+
+def test_steps_without_a_loop(arguments: Callable[..., list[str]]) -> None:
+    """A program can call `train_step` itself, as benchmarks do; there is no progress bar then."""
+    run = build_run(load_config(arguments()).config, Timeline())
+    try:
+        for _ in range(2):
+            batch = run.trainer.train_step()
+            assert len(batch) == 8
+            assert run.trainer.metrics["timing_s/gen"] > 0
+    finally:
+        run.close()
 
 
 def test_reward_rises(train: Train, metric_lines: Lines) -> None:
