@@ -124,8 +124,9 @@ class Channel:
         self._rank = rank
         self._device = device
         self._store = store
-        self._headers: Any = None
-        self._contents: Any = None
+        # Process groups for headers (gloo) and for buckets (gloo or NCCL). None: not connected.
+        self._header_group: Any = None
+        self._bucket_group: Any = None
         # Memory of a receiver, into which each bucket of a publication is received in turn.
         self._buffer: torch.Tensor | None = None
 
@@ -142,8 +143,8 @@ class Channel:
         text = bytearray(json.dumps(header).encode())
         # Receivers need the length first, to allocate memory for the header.
         with self.connection("a header"):
-            self._headers.broadcast(torch.tensor([len(text)]), 0).wait()
-            self._headers.broadcast(torch.frombuffer(text, dtype=torch.uint8), 0).wait()
+            self._header_group.broadcast(torch.tensor([len(text)]), 0).wait()
+            self._header_group.broadcast(torch.frombuffer(text, dtype=torch.uint8), 0).wait()
         if content is not None:
             self._broadcast(content)
 
@@ -162,9 +163,9 @@ class Channel:
         """
         with self.connection("a header"):
             length = torch.empty(1, dtype=torch.int64)
-            self._headers.broadcast(length, 0).wait()
+            self._header_group.broadcast(length, 0).wait()
             text = torch.empty(int(length), dtype=torch.uint8)
-            self._headers.broadcast(text, 0).wait()
+            self._header_group.broadcast(text, 0).wait()
         header = json.loads(text.numpy().tobytes())
         if "num_bytes" not in header:
             # The publication has ended, so no more buckets follow.
@@ -180,14 +181,14 @@ class Channel:
 
     def close(self) -> None:
         """Leave the process groups and free the buffer."""
-        self._headers = None
-        self._contents = None
+        self._header_group = None
+        self._bucket_group = None
         self._buffer = None
 
     def _broadcast(self, content: torch.Tensor) -> None:
         """Send or receive a bucket, and wait until its memory may be overwritten."""
         with self.connection("a bucket"):
-            self._contents.broadcast(content, 0).wait()
+            self._bucket_group.broadcast(content, 0).wait()
             if content.is_cuda:
                 # `wait` of nccl only orders streams, and the sender overwrites the bucket next.
                 torch.cuda.current_stream(content.device).synchronize()
@@ -203,8 +204,8 @@ class Channel:
             WeightSyncError: the processes did not connect, or the connection broke.
         """
         try:
-            if self._headers is None:
-                self._headers, self._contents = meet(
+            if self._header_group is None:
+                self._header_group, self._bucket_group = meet(
                     self._address, self._rank, self._device, self._store
                 )
             yield
@@ -252,25 +253,30 @@ class WeightSender:
             WeightSyncError: the connection broke.
             Exception: an error of `weights`. The receivers are told of it first.
         """
-        sent = {}
         # Entering `connection` connects. Do it before packing: receivers wait only MEETING_TIMEOUT
         # for the connection, and the first bucket may take longer.
         with self.channel.connection("the meeting"):
             pass
-        try:
-            for entries, content in pack(_record_fingerprints(weights, sent), self._bucket_bytes):
-                header = {
-                    "entries": entries,
-                    "num_bytes": content.numel(),
-                    "room_bytes": max(content.numel(), self._bucket_bytes),
-                }
-                self.channel.send(header, content)
-        except WeightSyncError:
-            raise
-        except Exception as error:
-            # Gathering has failed. Receivers would otherwise wait for the next bucket.
-            self.channel.send({"failed": f"{type(error).__name__}: {error}"})
-            raise
+        # Filled while the parameters are packed.
+        sent = {}
+        buckets = iter(pack(_record_fingerprints(weights, sent), self._bucket_bytes))
+        while True:
+            try:
+                bucket = next(buckets, None)
+            except Exception as error:
+                # Gathering has failed. Receivers would otherwise wait for the next bucket.
+                self.channel.send({"failed": f"{type(error).__name__}: {error}"})
+                raise
+            if bucket is None:
+                break
+            entries, content = bucket
+            header = {
+                "entries": entries,
+                "num_bytes": content.numel(),
+                # A small bucket announces the full size, so that receivers allocate memory once.
+                "room_bytes": max(content.numel(), self._bucket_bytes),
+            }
+            self.channel.send(header, content)
         self.channel.send({"version": version, "fingerprints": sent})
 
     def close(self) -> None:

@@ -174,19 +174,23 @@ def test_a_rollout_that_does_not_take_them_holds_nobody_up(
     assert holds(target, weights(2))
 
 
-def test_a_trainer_that_fails_in_the_middle_is_told_of(line: Callable[..., Line]) -> None:
+@pytest.mark.parametrize(
+    "error", [MemoryError("out of memory at layer"), WeightSyncError("layer", got="out of memory")]
+)
+def test_a_trainer_that_fails_in_the_middle_is_told_of(
+    error: Exception, line: Callable[..., Line]
+) -> None:
     """Its own error is raised there, and a WeightSyncError with its words in the rollout."""
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
         yield "embed", torch.ones(30, 4)
-        raise MemoryError("out of memory at layer")
+        raise error
 
     one, target = line(1), Rollout()
     sent, received = one.publish(failing(), [target], 1)
-    assert isinstance(sent, MemoryError)
-    assert isinstance(received, WeightSyncError) and "MemoryError: out of memory at layer" in str(
-        received
-    )
+    assert sent is error
+    assert isinstance(received, WeightSyncError)
+    assert f"{type(error).__name__}: " in str(received) and "out of memory" in str(received)
     assert target.weight_version == -1
     assert one.publish(weights(2).items(), [target], 2) == [None, None]
 
