@@ -194,16 +194,20 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
     """
     problems = []
     flags, parsed_words = _parse_words(words, problems)
-    name = str(flags.get("name") or "").removesuffix(".yaml").rpartition("/")[2]
+    path_of_name = str(flags.get("name") or "").removesuffix(".yaml")
+    name = path_of_name.rpartition("/")[2]
+    # The defaults of verl's own configuration files are known. Any other file is the user's, read
+    # below.
     tree = CONFIG_FILES.get(name, entry.tree)
     for word in parsed_words:
         # `model_engine=megatron` selects defaults of its own, the tree `ppo_megatron`.
         if word.key in ("model_engine", "engine") and f"{entry.tree}_{word.value}" in TREES:
             tree = f"{entry.tree}_{word.value}"
+    # Some programs have defaults beside those of their tree.
     default = verl_defaults(tree, version) | verl_defaults(entry.name, version)
     line = Line(entry, version, VerlKeys(entry, Tree(default), default))
     if name and name not in CONFIG_FILES:
-        file = Path(str(flags.get("path") or ".")).expanduser() / f"{name}.yaml"
+        file = Path(str(flags.get("path") or ".")).expanduser() / f"{path_of_name}.yaml"
         _read_file(line, file, problems)
     for word in parsed_words:
         _apply_word(line, word, problems)

@@ -376,6 +376,11 @@ def test_a_users_file_with_defaults(tmp_path: Path) -> None:
     assert found.config is not None
     assert (found.config.data.max_prompt_length, found.config.data.max_response_length) == (77, 5)
     assert found.config.trainer.total_epochs == 30
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "mine.yaml").rename(tmp_path / "runs" / "mine.yaml")
+    nested = translated(VLLM, f"--config-path={tmp_path}", "--config-name=runs/mine.yaml")
+    assert nested.config is not None
+    assert nested.config.data.max_prompt_length == 77
     gone = translated(VLLM, "--config-path=/nowhere", "--config-name=gone")
     assert gone.config is not None
     assert "gone.yaml" in str(gone.machine[0])
