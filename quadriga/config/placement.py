@@ -218,13 +218,14 @@ def check_profiles(config: Config) -> Findings:
 
 
 def with_fewer_processes(config: Config) -> Iterator[Config]:
-    """Yield configurations with fewer and fewer processes, as long as their ranks can be arranged.
+    """Yield configurations with fewer and fewer processes, except those whose ranks do not fit.
 
-    All pools shrink together: by a machine at a time, then by a process of their last machine. The
-    last configuration has one process in each pool.
+    All pools shrink together, by a machine at a time, then by a process of their last machine, until
+    each pool has one process.
     """
     trainer = config.trainer
     roles = role_pools(trainer, enabled_roles(config))
+    # Number of processes on each machine of a pool.
     pools = {pool: trainer.processes_of(pool) for pool in roles.values()}
     while any(counts != [1] for counts in pools.values()):
         # Without the last machine, or if it is the only one, with a process less.

@@ -128,10 +128,12 @@ class StateWriter:
         # At most two rounds: the chunks of all ranks, then their completion.
         while self._thread is not None:
             thread = self._thread
-            # With `wait`, `exception` below returns only when the thread has ended.
             is_done = wait or thread.done()
-            error = thread.exception() if is_done else None
-            written = thread.result() if is_done and error is None else None
+            error = None
+            written = None
+            if is_done:
+                error = thread.exception()  # waits until the thread has ended
+                written = thread.result() if error is None else None
             if error is not None and not isinstance(error, CheckpointError):
                 trace = "".join(format_exception(error))
                 error = CheckpointError(
@@ -152,6 +154,7 @@ class StateWriter:
             if errors:
                 raise errors[0]
             if completion is not None:
+                # On all ranks, so that all make a second round, although only rank 0 has work in it.
                 complete = partial(completion, [written for _, written, _ in outcomes])
                 self._thread = in_background(complete, "checkpoint")
         return True

@@ -564,16 +564,19 @@ def _pack_micro_batches(
     tokens = row_tokens(data, engine.packing.image_tokens)
     num_columns = data.batch["response_mask"].shape[1]
     predicted_rows = [number for number, row in enumerate(tokens) if len(row.loss_indices)]
-    lengths = [tokens[number] for number in predicted_rows]  # `RowTokens`, which are lengths too
+    # Tokens of a row are also its lengths: `RowTokens` is a subclass.
+    lengths = [tokens[number] for number in predicted_rows]
     longest = max((row.num_prompt_tokens + row.num_response_tokens for row in lengths), default=0)
     if longest > engine.packing.packs_up_to:
-        # Such a row cannot be packed with others, so every row gets its own micro-batch.
+        # Such a row must be alone in its micro-batch. The limit of rows is one for all micro-batches,
+        # so then all rows are alone.
         micro = replace(micro, num_sequences=1, share_prompts=False)
 
     divide = partial(micro_batches, lengths, micro, attention_tokens=engine.cost.attention_tokens)
     batches = divide()
     if engine.processes.storage is not None:
-        # Ranks that share weights wait for each other at each micro-batch: make equally many.
+        # The weights are sharded, so ranks with other rows (`replicas`) wait for each other at each
+        # micro-batch. All make as many as the rank that needs most.
         batches = divide(min_batches=max(engine.processes.replicas.gather(len(batches))))
 
     for batch in batches:

@@ -128,18 +128,19 @@ class ReplayTrainer(RayPPOTrainer):
         for _ in range(int(facts["metrics"].get("filter_groups/num_batches", 1))):
             prompts.append(self.next_prompts(num_before=sum(map(len, prompts))))
         policy = self.config.actor_rollout_ref
-        is_graded = self.grades_again and step == self.last_step
+        needs_grading = self.grades_again and step == self.last_step
         batch = RecordedStep(record, path).batch(
             prompts[0] if len(prompts) == 1 else DataProto.concat(prompts),
             self.tokenizer.pad_token_id,
             has_own_prompts=policy.rollout.mode == "async",
-            with_scores=not is_graded,
+            with_scores=not needs_grading,
             with_routes=policy.actor.router_replay == "rollout",
         )
         if self.filters_groups:
-            # As in the run: learning-rate schedules depend on the predicted number of steps.
-            self.predict_length(batch)
-        if is_graded and self.until == REWARDS:
+            # As in the run, because learning-rate schedules depend on it.
+            self.predict_num_steps(batch)
+        # A replay that goes on is graded by `learn`.
+        if needs_grading and self.until == REWARDS:
             grade(self.reward, batch)
             self.finish_phase(REWARDS, batch)
         yield batch

@@ -174,6 +174,9 @@ def lost_gradients(metrics: Mapping[str, float]) -> dict[str, str]:
 
     With float16 this is normal, because the search for its loss scale causes such gradients.
 
+    Args:
+        metrics: metrics of the step.
+
     Returns:
         Warnings by the name of the metric.
     """
@@ -182,8 +185,9 @@ def lost_gradients(metrics: Mapping[str, float]) -> dict[str, str]:
         model, _, kind = name.partition("/")
         if kind == "nonfinite_steps" and count and f"{model}/loss_scale" not in metrics:
             warnings[name] = (
-                f"{name}={count:g}: gradients that are not finite were dropped. Look for rewards "
-                "or losses that are too large or NaN; later steps are counted in this metric alone."
+                f"{name}={count:g}: updates were skipped because a gradient was not finite. Look for "
+                "rewards or losses that are too large or NaN. This warning is not repeated; the metric "
+                "counts on."
             )
     return warnings
 

@@ -369,10 +369,10 @@ class RayPPOTrainer(TrainingLoop):
                 grade(self.reward, batch)
             groups.add(batch)
         batch = groups.batch()
-        self.predict_length(batch)
+        self.predict_num_steps(batch)
         return batch
 
-    def predict_length(self, batch: DataProto) -> None:
+    def predict_num_steps(self, batch: DataProto) -> None:
         """Predict the number of steps of a run with dynamic sampling, which ends with the prompts."""
         share_taken = self.prompts.share_taken
         if share_taken:

@@ -140,7 +140,6 @@ class TaskRunner:
                 continue the run.
         """
         now = time.monotonic()
-        limit = self.config.trainer.max_worker_restarts
         # None if the workers were lost before the run was built.
         trainer = self._run.trainer if self._run else None
         step = trainer.global_steps if trainer else 0
@@ -164,6 +163,7 @@ class TaskRunner:
         self._losses.append((place, error.where))
         skip_notice = ""
         if trainer and is_repeated:
+            # The next attempt skips the step, with as many rows of data as it has taken.
             self._quarantine.num_rows[step] = trainer.num_rows
             skip_notice = f" Step {step} has lost workers twice, and is skipped."
 
@@ -179,6 +179,7 @@ class TaskRunner:
                 f"the copy in memory of step {self._copies.steps}, the last that is whole, "
                 f"else {source}"
             )
+        limit = self.config.trainer.max_worker_restarts
         num_left = limit - len(self._restarts)
         print(
             f"\n{error}\nRecovery: the workers are started again, and the run goes on from "

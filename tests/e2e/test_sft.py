@@ -132,7 +132,7 @@ def test_lost_gradients_are_warned_of_once(sft, caplog: pytest.LogCaptureFixture
     """The first step makes the weights so large that the gradients of the next two are not finite."""
     run = sft(CHATS, "data.val_files=null", "optim.lr=1e30", "trainer.total_training_steps=3")
     assert [line["train/nonfinite_steps"] for line in metrics(run).values()] == [0, 1, 1]
-    assert caplog.text.count("gradients that are not finite were dropped") == 1
+    assert caplog.text.count("a gradient was not finite") == 1
 
 
 @pytest.mark.parametrize("objective", ["sft", "reward_model"])

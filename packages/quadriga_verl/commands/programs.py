@@ -117,12 +117,15 @@ def set_supervised_key(line: Line, key: str, value: Any) -> None:
             else:
                 line.note(f"FSDP2 trains in place of {value}, with the same sizes.")
         case "engine.dtype":
-            # By default the machine decides.
+            # verl's default is left out, so that the dtype is chosen for the machine.
             if line.keys.is_changed(key):
                 line.set("engine.fsdp_config.model_dtype", value)
         case "data.micro_batch_size_per_gpu" | "data.max_token_len_per_gpu":
-            counts_tokens = bool(line.get("data.use_dynamic_bsz", True))
-            if counts_tokens == (key == "data.max_token_len_per_gpu"):
+            # With dynamic batches verl reads the number of tokens, otherwise that of rows.
+            key_in_use = "data.micro_batch_size_per_gpu"
+            if line.get("data.use_dynamic_bsz", True):
+                key_in_use = "data.max_token_len_per_gpu"
+            if key == key_in_use:
                 line.set(f"engine.{key.removeprefix('data.')}", value)
             else:
                 line.note("It is not read with this value of data.use_dynamic_bsz.")

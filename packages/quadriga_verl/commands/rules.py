@@ -90,8 +90,8 @@ def find_rule(names: tuple[str, ...], task: str, key: str) -> Rule | None:
     """Find the row that says what becomes of a key: the first that matches.
 
     Args:
-        names: `Line.rule_names`.
-        task: the task of the translation.
+        names: names by which rows address the program (`Line.rule_names`). Other rows are ignored.
+        task: "rl" or "sft"; decides which keys exist here.
         key: the key of verl.
 
     Returns:
@@ -100,8 +100,8 @@ def find_rule(names: tuple[str, ...], task: str, key: str) -> Rule | None:
     """
     is_ours = leaf_of(key, task) is not None
     for rule in rules_of(names):
-        # Rows of the kind "unlike" only add notices, see `translate`. Rows that drop keys do not
-        # apply to keys that exist here too.
+        # Rows of the kind "unlike" only add notices, see `translate`. Rows "any" and "values" drop a
+        # key, so they do not apply to keys that exist here too.
         if rule.becomes == "unlike" or (is_ours and rule.becomes in ("any", "values")):
             continue
         match = rule.pattern.fullmatch(key)

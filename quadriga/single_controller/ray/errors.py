@@ -169,14 +169,16 @@ def location_of(frames: Iterator[FrameType]) -> str:
 
     Returns:
         File, line and function of the innermost frame outside libraries. If that frame has called a
-        library, also those of the innermost frame of all.
+        library, also those of the innermost frame of all. If all frames are in libraries, only those
+        of the innermost one.
     """
     innermost = next(frames, None)
     frame = innermost
     while frame is not None and not is_of_interest(frame.f_code.co_filename):
         frame = next(frames, None)
-    if innermost is None or frame is None or frame is innermost:
-        return _describe_frame(frame or innermost)
+    if frame is None or frame is innermost:
+        return _describe_frame(innermost)
+    assert innermost is not None, "there is a frame"
     return f"{_describe_frame(frame)}, inside {_describe_frame(innermost)}"
 
 

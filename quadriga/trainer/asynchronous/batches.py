@@ -175,12 +175,15 @@ class AsyncBatches(WeightPublisher):
             # prompts may be taken before the step is over, because a sampler may learn from its
             # batch. In a deterministic run a save must not depend on what starts before it.
             if self.rules.max_staleness > 0 and not self.rules.deterministic:
-                self._announce()
+                self._announce_version()
                 self._act()
             self._changed.notify_all()
 
     def take(self, step: int) -> tuple[DataProto, bool]:
         """Wait for the batch of a step, or for its next mini-batch.
+
+        Args:
+            step: the training step; the same again for its next mini-batch.
 
         Returns:
             Responses with `token_staleness` [B, T], and whether they complete the batch of the
@@ -198,7 +201,7 @@ class AsyncBatches(WeightPublisher):
             # If the previous step was saved, the engines may have paused for the save. Now they
             # continue.
             schedule.release()
-            self._announce()
+            self._announce_version()
             self._refresh_streams()
             schedule.wants_batch()
             self._act()
@@ -216,9 +219,10 @@ class AsyncBatches(WeightPublisher):
         batch = group_filter.batch() if group_filter else DataProto.concat([*groups.values()])
         batch.meta_info["global_steps"] = step
         batch.meta_info["total_training_steps"] = self.rules.num_steps
-        # The actor has the newest version if weights were published after the last step, or if no
-        # step has updated it yet (the critic's warm-up). Otherwise updates have changed it since.
-        is_newest = self.rules.publishes(step - 1) or step - 1 <= self.rules.warmup_steps
+        # The actor has the newest published weights if the previous step published, or if all steps
+        # so far were the critic's warm-up. Otherwise it was updated after the last publication.
+        previous = step - 1
+        is_newest = self.rules.publishes(previous) or previous <= self.rules.warmup_steps
         # A later mini-batch of the step follows an update on the earlier ones.
         self.is_current = is_newest and step != self._last_taken
         self._last_taken = step
@@ -245,7 +249,7 @@ class AsyncBatches(WeightPublisher):
             # With `pauses_to_save`, engines are saved while they pause for the published weights. So
             # these are announced only by the next `take`.
             if not self.rules.pauses_to_save:
-                self._announce()
+                self._announce_version()
             self._act()
             with waiting("the rollout, whose state is saved", self._describe_progress):
                 self._wait_for(lambda: self._snapshot.state is not None)
@@ -404,7 +408,7 @@ class AsyncBatches(WeightPublisher):
 
         stream.load(lambda: weights, version, keeps_cache=False).add_done_callback(join)
 
-    def _announce(self) -> None:
+    def _announce_version(self) -> None:
         """Tell the schedule about a published version, if it does not know it yet."""
         version = self._workers.unannounced
         if version is not None:
