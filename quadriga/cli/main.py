@@ -68,6 +68,7 @@ GUARDED = ("train", "generate", "sft", "eval", "env", "serve", "replay", "verl")
 GOES_ON = ("train", "generate", "sft", "prepare", "verl")
 """Commands that go on if their output cannot be written; then it goes to `console.log` in their folder."""
 
+# Characters that Python puts in place of bytes that it cannot decode.
 _UNDECODABLE = re.compile("[\ud800-\udfff]")
 _TRACEBACK_OPTION = "--traceback"
 
@@ -172,7 +173,10 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _refuse_undecodable(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Exit with a message if a path has bytes that are not text, which libraries cannot open."""
+    """Exit with a message if an argument or the working directory has bytes that are not text.
+
+    They may be paths, which libraries cannot open.
+    """
     texts = {f"argument {number}": word for number, word in enumerate(arguments, start=1)}
     # The working directory may have been deleted. Commands that need it report that.
     with suppress(FileNotFoundError):

@@ -166,7 +166,7 @@ def warnings_of_machine(num_processes: int, num_nodes: int) -> Iterator[str]:
 
 
 def require_plain_segments(engine: str) -> None:
-    """Refuse expandable segments of torch's allocator if another process reads weights on the GPU.
+    """Refuse expandable segments of torch's allocator, for an engine whose process reads weights.
 
     To map memory of an expandable segment, the other process must take a file descriptor from this
     one, which the default profile of Docker forbids.

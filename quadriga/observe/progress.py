@@ -177,7 +177,7 @@ def summary_lines(metrics_of_steps: Mapping[int, Mapping[str, float]]) -> list[s
     """
     fields_of_steps = {step: step_fields(metrics) for step, metrics in metrics_of_steps.items()}
     shown_steps = [step for step, fields in fields_of_steps.items() if fields]
-    widths = {}
+    widths = {}  # `align_fields` widens the columns from line to line
     lines = []
     for step in shown_steps[-NUM_SUMMARY_STEPS:]:
         lines.append(align_fields({"step": str(step), **fields_of_steps[step]}, widths))

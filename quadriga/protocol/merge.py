@@ -208,10 +208,10 @@ def _check_same_array(name: str, left: np.ndarray, right: np.ndarray) -> None:
     """Raise a ProtocolError unless two arrays are equal."""
     if left.shape != right.shape:
         raise _conflict(name, f"shapes {left.shape} and {right.shape}")
-    hold_objects = left.dtype == object or right.dtype == object
-    if not hold_objects and not np.any(unequal(left, right)):
+    has_objects = left.dtype == object or right.dtype == object
+    if not has_objects and not np.any(unequal(left, right)):
         return
-    # Find the first row that differs. Arrays of objects may have none.
+    # Find the first row that differs. `unequal` cannot compare objects, so here they may be equal.
     for row in range(len(left)):
         if not deep_equal(left[row], right[row]):
             raise _conflict(name, f"values that differ, the first in row {row}")

@@ -95,8 +95,8 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
             got=f"leading shapes {sorted(shapes)}",
             expected=f"the same first {batch_dims} dimensions in every column",
         )
-    # Without columns, `shapes` is empty and the number of rows is 0.
-    shape = next(iter(shapes), (len(data),))
+    # Without columns there are no rows either.
+    shape = next(iter(shapes), (0,))
     num_rows = torch.Size(shape).numel()
     return _with_leading_dims(data, batch_dims, (num_rows,))
 

@@ -90,6 +90,7 @@ def chat_body(
         log_probs: log-probability of each token; None: not known.
         policy: the served policy.
     """
+    # The tokenizer serves one thread at a time.
     with policy.lock:
         text = policy.encoder.decode(completion.token_ids, with_special=call.keeps_special)
         if completion.finish_reason == "stop":

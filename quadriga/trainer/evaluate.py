@@ -197,9 +197,9 @@ def with_room(config: Config, num_prompt_tokens: int) -> Config:
         room = min(room, context - num_prompt_tokens)
 
     if room < 1 or (is_set_by_user and room < data.max_response_length):
-        fix = "Shorten the prompt."
-        if room >= 1:
-            fix = "Lower it, or leave it out: then it is what fits."
+        fix = "Lower it, or leave it out: then it is what fits."
+        if room < 1:
+            fix = "Shorten the prompt."
         raise ConfigError(
             "data.max_response_length (--max-tokens)",
             got=f"{data.max_response_length} tokens behind a prompt of {num_prompt_tokens}",

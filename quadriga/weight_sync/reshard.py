@@ -415,9 +415,9 @@ class ReshardedWeights:
         """Compare what this rank received with what the senders say that they sent.
 
         Args:
-            sent: version, and fingerprint of each bucket, of what this rank sent to each rank,
-                [ranks, 1 + buckets].
-            received: the same for what this rank received from each rank, with its own version.
+            sent: a row for each rank, [ranks, 1 + buckets]: the version, then for each bucket the
+                fingerprint of what this rank sent to that rank.
+            received: the same for what arrived from each rank; the version is this rank's.
 
         Raises:
             WeightSyncError: a version or a fingerprint differs.

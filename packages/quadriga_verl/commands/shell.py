@@ -488,7 +488,7 @@ class _Shell:
         Raises:
             _Unknown: the variable is not set, or its value cannot be determined.
         """
-        value = "" if name in "@*" else self._variables.get(name)
+        value = "" if name in ("@", "*") else self._variables.get(name)
         if value is None:
             raise _Unknown(f"{name} is not set (line {self._line})")
         if isinstance(value, _Unknown):
@@ -586,7 +586,7 @@ class _Shell:
 
         # A name alone means the first element of an array.
         elements = self._variable_value(name)
-        return elements if all_elements or name in "@*" else elements.partition(_GAP)[0]
+        return elements if all_elements or name in ("@", "*") else elements.partition(_GAP)[0]
 
     def _arithmetic_value(self, inner: str) -> str:
         """Value of `$((inner))`, which may have integers, variables and the `_OPERATORS`.

@@ -169,7 +169,7 @@ def covariance_clipped(
 def covariance_top(
     old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, *, kl_cov_ratio: float = 2e-4
 ) -> Tensor:
-    """Tokens of the largest covariance, for `kl_cov`.
+    """Mark the tokens of the largest covariance, for `kl_cov`.
 
     Args:
         old_log_prob: log-probabilities under the policy that the update starts from, [B, T].

@@ -15,7 +15,7 @@ _EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 # not in -5.
 _NUMBER = re.compile(
     r"""
-    (?P<sign>(?<![\w.)\]])[-\u2212])?
+    (?P<minus_before>(?<![\w.)\]])[-\u2212])?
     \$?
     (?P<digits>
         (?: [0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ ) (?:\.[0-9]+)?
@@ -26,7 +26,7 @@ _NUMBER = re.compile(
 )
 # A number on its own may have separators anywhere ("12,34"), because it cannot be several numbers.
 _LONE_NUMBER = re.compile(
-    r"[\s*_`]*+(?P<sign>[-\u2212]?)\s*+\$?\s*+(?P<minus>[-\u2212]?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+    r"[\s*_`]*+(?P<minus_before>[-\u2212]?)\s*+\$?\s*+(?P<minus_after>[-\u2212]?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 )
 
 # A number between marks of Markdown: **18**, *18*, __18__, `18`.
@@ -45,7 +45,7 @@ _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 def find_numbers(text: str) -> list[Decimal]:
     """Find all decimal numbers in a text, in order."""
     return [
-        _decimal(match["digits"], is_negative=bool(match["sign"]))
+        _decimal(match["digits"], is_negative=bool(match["minus_before"]))
         for match in _NUMBER.finditer(text)
     ]
 
@@ -58,7 +58,9 @@ def leading_number(text: str) -> Decimal | None:
     match = _LONE_NUMBER.match(text)
     if match is None:
         return None
-    return _decimal(match["digits"], is_negative=bool(match["sign"] or match["minus"]))
+    return _decimal(
+        match["digits"], is_negative=bool(match["minus_before"] or match["minus_after"])
+    )
 
 
 def true_number(ground_truth: object) -> Decimal:

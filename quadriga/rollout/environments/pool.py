@@ -148,7 +148,7 @@ class Episode:
     row: Mapping[str, Any]  # argument of `reset`
     # Each call so far, for a replay: method, arguments, and hash of the answer.
     calls: list[tuple[str, tuple[Any, ...], str]] = field(default_factory=list)
-    # Which of the host's processes has the episode: `_Host._generation` of that process. -1: none.
+    # Which of the host's processes has the episode: `_Host._num_starts` when it started. -1: none.
     generation: int = -1
 
     async def reset(self) -> Step:
@@ -219,7 +219,7 @@ class _Host:
         self.thread = ThreadPoolExecutor(1, "quadriga-environment")
         self._process: EnvironmentProcess | None = None
         self._description = Description()
-        self._generation = 0  # number of processes started so far
+        self._num_starts = 0  # processes started so far
         self._is_closed = False
         self.episodes: set[Episode] = set()
 
@@ -240,9 +240,9 @@ class _Host:
         end = ""  # how the process has ended
         for _ in range(_MAX_DEATHS):
             # The first start of the host is no restart.
-            if self._generation > 0:
+            if self._num_starts > 0:
                 self._counts["restarts"] += 1
-            self._generation += 1
+            self._num_starts += 1
             self._process = EnvironmentProcess(self._spec, self._printed)
             try:
                 answer = self._process.receive(LOADING_LIMIT_S)
@@ -291,9 +291,9 @@ class _Host:
         for _ in range(_MAX_DEATHS):
             self.start()
             try:
-                if episode.generation != self._generation and episode.calls:
+                if episode.generation != self._num_starts and episode.calls:
                     self._replay(episode)
-                episode.generation = self._generation
+                episode.generation = self._num_starts
                 step = self._ask(episode, method, arguments, where)
             except EOFError:
                 # The next round starts another process.
@@ -306,7 +306,7 @@ class _Host:
 
     def drop(self, episode: Episode) -> None:
         """Make the process forget an episode, unless the process has been replaced."""
-        if self._process is not None and episode.generation == self._generation:
+        if self._process is not None and episode.generation == self._num_starts:
             self._process.send((episode.number, "drop", ()))
 
     def close(self) -> None:

@@ -478,7 +478,7 @@ class NativeEngine(CausalModelEngine):
         """
         self._require_idle("sleep")
         super().sleep()
-        self._network = None
+        self._network = None  # the packed weights
 
     def close(self) -> None:
         """Abort unfinished responses, and end the engine and its thread."""

@@ -490,6 +490,8 @@ class AsyncBatches(WeightPublisher):
     def _grade(self, batch: int, rows: DataProto) -> None:
         """Grade the round of a batch, and tell the schedule which groups are kept.
 
+        Decisions that follow from it are carried out before it returns.
+
         Args:
             batch: step for which the groups were generated.
             rows: responses of the round, group after group.
