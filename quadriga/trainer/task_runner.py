@@ -174,6 +174,7 @@ class TaskRunner:
             # Even if the user named a checkpoint: this run has written newer ones.
             changed_settings["resume_mode"] = "auto"
             source = f"the checkpoint of step {self._written}"
+        # `steps` is text such as "7 or 8": the last copy may be incomplete.
         if self._copies is not None and self._copies.steps:
             source = (
                 f"the copy in memory of step {self._copies.steps}, the last that is whole, "

@@ -148,7 +148,8 @@ class SimulatedWorker:
     def tokens_by_version(self, begin: float, end: float) -> Counter[int]:
         """Tokens of each version in a sample that was decoded between two positions."""
         tokens = Counter()
-        # Each version is used up to the position at which the next one was loaded.
+        # Each version is used up to the position at which the next one was loaded, the last version
+        # without end.
         for (start, version), (stop, _) in pairwise([*self.versions, (float("inf"), 0)]):
             overlap = min(end, stop) - max(begin, start)
             if overlap > 0:
@@ -224,12 +225,13 @@ class Simulation:
                     else:
                         self.awaited[worker] = version
                 case Resume(worker):
+                    # It no longer waits for weights.
                     self.awaited.pop(worker, None)
                     self.pause(worker, False)
                 case HandOver():
                     self.train(decision)
                 case Drop(group, _, running):
-                    # Its samples are aborted, which takes no time.
+                    # Its unfinished samples are aborted, which takes no time.
                     for number, sample in running:
                         self.workers[number].advance(self.now)
                         del self.workers[number].begins[group, sample]
@@ -270,6 +272,7 @@ class Simulation:
         tokens = worker.tokens_by_version(worker.begins.pop((group, sample)), end)
         self.tokens.setdefault(group, Counter()).update(tokens)
         self.plan_next_end(number)
+        # `min(tokens)` is the oldest version in the sample. True: the sample completes its group.
         if self.schedule.ended(number, group, sample, min(tokens)):
             batch, row = self.places[group]
             rewards_s = self.workload.reward_s[batch]
@@ -430,13 +433,12 @@ def advice(
     choices.append(configured)
     outcomes = {}
     for bound, train in choices:
-        rules_of_choice = replace(rules, max_staleness=bound)
+        variant = replace(rules, max_staleness=bound)
         # In lockstep, a step waits for its own whole batch.
         if bound == 0:
-            rules_of_choice = replace(rules_of_choice, on_stale="wait", part_size=0)
+            variant = replace(variant, on_stale="wait", part_size=0)
         num_workers = (total - train) // size
-        simulation = Simulation(rules_of_choice, workload, costs, num_workers, train)
-        outcomes[bound, train] = simulation.run()
+        outcomes[bound, train] = Simulation(variant, workload, costs, num_workers, train).run()
 
     lockstep_s = outcomes[0, num_train].seconds
     for name, choice in {"this": configured, "recommended": _recommended_choice(outcomes)}.items():
