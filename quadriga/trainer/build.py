@@ -409,6 +409,7 @@ def make_handles(team: WorkerGroups, config: Config) -> Workers:
         actor=workers[policy],
         rollout=rollout,
         weights=weights,
+        # The actor's group may contain the reference model.
         reference=workers.get(Role.ActorRolloutRef) or workers.get(Role.RefPolicy),
         critic=workers.get(Role.Critic),
         reward_model=workers.get(Role.RewardModel),

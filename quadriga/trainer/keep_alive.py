@@ -45,7 +45,7 @@ def step_reporter() -> Callable[[int], None]:
 
     It does nothing if `keep_alive` has not started this process.
     """
-    # Removed from the environment: processes that this one starts are not the command.
+    # Removed from the environment, so that processes that this one starts do not report steps.
     descriptor = os.environ.pop(_STEP_FILE, None)
     if descriptor is None:
         return lambda step: None

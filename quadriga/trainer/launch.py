@@ -32,6 +32,7 @@ def run_ppo(config: Config, begun_s: float | None = None) -> None:
         config: the resolved configuration.
         begun_s: when the start-up began, in seconds since 1970; None: now.
     """
+    # Tells the parent process the number of each step, if the run was started by `--keep-alive`.
     report = step_reporter()
     for step in steps(config, begun_s=begun_s):
         report(step.number)
@@ -72,6 +73,7 @@ def steps(
             imports = timeline.part("imports", since_origin=True) if is_local else nullcontext()
             with imports:
                 runner = _load(RUNNER)()
+            # Loading the runner may have chosen that waiting threads sleep.
             if is_local and notice():
                 print(notice())
             runner.in_python = in_python

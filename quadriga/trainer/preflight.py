@@ -149,8 +149,9 @@ class Preflight:
     def _grade_first_row(self, reward: RewardManager, rows: Any) -> None:
         """Grade the ground truth of the first row as if it were a response.
 
-        Adds a notice if nothing shows that the grader compares with it: if it scores no more than
-        an empty response, and in none of the `ANSWER_FORMS` above both 0 and an empty response.
+        Adds a notice if nothing shows that the grader compares with the ground truth: as a
+        response, the truth scores neither above 0 nor more than an empty response; and in none of
+        the `ANSWER_FORMS` above does it score above both.
         Only graders that run on this machine are called. A row with a user's agent loop is not
         graded, which a notice says.
 
@@ -161,6 +162,7 @@ class Preflight:
         Raises:
             RewardError: the grader fails.
         """
+        # Without grades, a reward model or the environment gives the score.
         if not isinstance(reward, NaiveRewardManager) or not reward.has_grades:
             return
         row = rows[0]
@@ -306,7 +308,7 @@ def read_recorded_run(run: Path) -> tuple[Config, list[dict[str, Any]]]:
     if not folder.has_training_responses or not folder.metrics or config.async_training.enable:
         raise DataError(
             f"--recorded {run}",
-            got="a run without them, or with async_training",
+            got="a run without metrics or responses, or with async_training",
             expected="metrics and responses (trainer.rollout_record) of a run in lockstep",
         )
 

@@ -80,7 +80,7 @@ class _ConvertedBatch:
     """Converts the columns of a batch.
 
     Attributes:
-        order: [B], places in the batch of the rows in the order of the data.
+        order: [B], for each row in the order of the data, its place in the batch.
     """
 
     def __init__(self, batch: DataProto, config: DataConfig) -> None:
@@ -99,7 +99,11 @@ class _ConvertedBatch:
         self._response_mask = self._token_mask[:, -width:]
 
     def table(self, not_computed: str) -> pa.Table:
-        """Convert all columns; those that the batch does not have are null."""
+        """Convert all columns; those that the batch does not have are null.
+
+        Args:
+            not_computed: as for `record_table`.
+        """
         num_rows = len(self.order)
         columns = dict(self._values_of_rows())
         columns["prompt_ids"] = _lists(self._in_order("prompts"), self._prompt_mask)
@@ -247,15 +251,15 @@ class _ConvertedBatch:
 
     def _data_rows(self) -> list[str | None]:
         """The user's columns of each data row as JSON; None for a row without any."""
-        # Responses to the same prompt have the same text, which is made once.
+        # Responses to a prompt share a data row, whose JSON is made once.
         texts = {}
         rows = []
         for place, uid in zip(self.order.tolist(), self._objects_in_order("uid"), strict=True):
             if uid not in texts:
                 columns = user_columns(self.objects, place, self.config)
-                truth = self.objects["reward_model"][place]
-                if truth:
-                    columns["reward_model"] = truth
+                reward_model = self.objects["reward_model"][place]
+                if reward_model:
+                    columns["reward_model"] = reward_model
                 texts[uid] = _json(columns) if columns else None
             rows.append(texts[uid])
         return rows
@@ -287,7 +291,7 @@ def _null_if_nan(values: np.ndarray) -> pa.Array:
 
 
 def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
-    """Concatenate the rows of several batches; their numbers and places count over all rows."""
+    """Concatenate the rows of several batches; `row_index` and `position` count over all rows."""
     table = pa.concat_tables(tables)
     numbers = pa.array(np.arange(len(table)), pa.int32())
     for name in ("row_index", "position"):

@@ -114,6 +114,12 @@ class RolloutCache:
     ) -> DataProto:
         """Read the responses of a file, and make the rows that the rollout would have returned.
 
+        Args:
+            path: the file.
+            prompts: prompts of this step.
+            num_samples: responses per prompt.
+            facts: values that configuration keys must have had when the file was written.
+
         Raises:
             DataError: the responses were generated with other settings or to other prompts, or the
                 file cannot be read.

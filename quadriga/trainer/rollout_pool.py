@@ -144,6 +144,7 @@ class RolloutPool(WeightPublisher):
                 if rank % self._group_size == 0:
                     outputs.append((first, output))
                     Tally.add(len(rows))
+                # The engine works, so its next restart need not be delayed.
                 self._restarts.reset_pause(rank)
             # Reassigned only after all outcomes, because some may tell of further lost engines.
             for first, rows in lost_rows:
@@ -217,10 +218,14 @@ class RolloutPool(WeightPublisher):
     def _call(self, method: str, argument: Any) -> list[Any]:
         """Call a method on all engines, and wait for all of them.
 
-        A new engine that refuses the weights, or has others afterwards, counts as lost.
+        A restarted engine without weights that fails counts as lost: it has refused the weights, or
+        has different ones afterwards.
 
         Returns:
             The outputs; empty if an engine was lost.
+
+        Raises:
+            Exception: an engine failed without being lost, or cannot be spared (`_drop_engine`).
         """
         ranks = list(self._rollout.ranks)
         handles = self._rollout.start_all(method, [((argument,), {})] * len(ranks))

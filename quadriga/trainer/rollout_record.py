@@ -63,6 +63,7 @@ class RolloutRecorder:
         self._checkpoints = checkpoints
         self._folder = RecordFolder(trainer.directory)
         self._max_bytes = int(trainer.rollout_record_gib * 2**30)
+        # The key is a number of steps, or "all" or "off".
         self._max_steps = inf
         if isinstance(trainer.rollout_record, int):
             self._max_steps = trainer.rollout_record

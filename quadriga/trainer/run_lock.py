@@ -73,6 +73,7 @@ def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
             fix=f"Free space or set {key} to another one.",
         ) from error
     except CheckpointError as error:
+        # The error names the directory; the user has to change the key.
         error.where = f"{key}={directory}"
         raise
     _held.add(descriptor)
@@ -192,7 +193,7 @@ def _wait_for_silence(path: Path, holder: dict[str, str], reason: str) -> None:
 
     Args:
         path: the file.
-        holder: its content.
+        holder: the content of the file, which names the holder.
         reason: why the kernel's lock is not sufficient.
 
     Raises:
@@ -212,6 +213,7 @@ def _wait_for_silence(path: Path, holder: dict[str, str], reason: str) -> None:
                 update_times.add(os.fstat(file.fileno()).st_mtime_ns)
         except FileNotFoundError:
             return
+        # A new time is a sign of life.
         if len(update_times) > 1:
             raise _held_error(path, holder)
         time.sleep(BEAT_S / 10)

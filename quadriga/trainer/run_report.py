@@ -173,7 +173,8 @@ def phase_seconds(metrics: Mapping[int, Mapping[str, float]]) -> tuple[dict[str,
     """Sum the seconds of each phase over all steps.
 
     Returns:
-        Seconds of each phase that takes more than `_LEAST_SHARE` of the time, and of all steps.
+        The seconds of each phase that takes more than `_LEAST_SHARE` of the time; and the seconds
+        of all steps together.
     """
     seconds = defaultdict(float)
     for values in metrics.values():
@@ -228,7 +229,7 @@ def _grader_error(sample: Sample) -> str:
 
 def _score(sample: Sample) -> float:
     """Score of a sample that has one."""
-    # JSON has no NaN: it is written as a text.
+    # JSON has no NaN, so it is written as the text "NaN", which `float` reads.
     return float(sample["score"])
 
 

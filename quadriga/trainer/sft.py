@@ -70,7 +70,11 @@ class SupervisedTrainer(TrainingLoop, ABC):
 
     @abstractmethod
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
-        """Evaluate the model on validation rows. Returns the sum and the count of each metric."""
+        """Evaluate the model on validation rows.
+
+        Returns:
+            For each metric its sum over the rows, and the count by which the sum is divided.
+        """
 
     def steps(self) -> Iterator[TrainingStep]:
         """Train step by step, validate where it is due, and write the final model."""
@@ -119,7 +123,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
         """Decode the rows of a skipped step for the quarantine.
 
         Returns:
-            A row with `texts` for each row: one text, or the two of a pair.
+            For each row a dictionary with the list `texts`: one text, or both texts of a pair.
         """
         tokenizer = self.train_dataloader.dataset.tokenizer
         width = rows.batch["input_ids"].shape[-1]
@@ -290,9 +294,10 @@ def pairs_batch(rows: DataProto) -> DataProto:
             `multi_modal_inputs`.
     """
     batch = rows.batch
-    images = rows.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
+    # Without a vision-language model there are none.
+    inputs_of_rows = rows.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
     sequences = []
-    for row, inputs in enumerate(images):
+    for row, inputs in enumerate(inputs_of_rows):
         num_prompt_tokens = int(batch["num_prompt_tokens"][row])
         # The better response, then the other one.
         for side in range(2):

@@ -168,12 +168,13 @@ class TaskRunner:
             skip_notice = f" Step {step} has lost workers twice, and is skipped."
 
         changed_settings = {}
-        # What the run goes on from, for the message.
+        # For the message: the state from which the run goes on.
         source = "where it began, for it has written no checkpoint yet"
         if self._written is not None:
             # Even if the user named a checkpoint: this run has written newer ones.
             changed_settings["resume_mode"] = "auto"
             source = f"the checkpoint of step {self._written}"
+        # `steps` is text such as "7 or 8": the last copy may be incomplete.
         if self._copies is not None and self._copies.steps:
             source = (
                 f"the copy in memory of step {self._copies.steps}, the last that is whole, "
@@ -227,6 +228,7 @@ class TaskRunner:
         trainer = run.trainer
         trainer.quarantine = self._quarantine
         if self._losses:
+            # For the metrics of the next step.
             trainer.recovery = (len(self._losses), self._lost_at)
         is_cut_short = True
         try:
@@ -248,6 +250,7 @@ class TaskRunner:
             is_cut_short = False
         except KeyboardInterrupt:
             # Settled before the message, which then names the checkpoint that was being written.
+            # Remote workers are not asked, because they may be dead or in the middle of a call.
             trainer.saver.settle(can_ask=not run.team.is_remote)
             print(f"\ninterrupted in step {trainer.global_steps}. {self._how_to_go_on(config)}")
             raise

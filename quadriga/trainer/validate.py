@@ -83,6 +83,9 @@ class Validator:
     def run(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Validate the policy of a step.
 
+        Args:
+            step: number of the step, under which the responses are recorded.
+
         Returns:
             Metrics, and sample rows for trackers to show; both are empty without validation data.
         """

@@ -329,7 +329,8 @@ class AsyncBatches(WeightPublisher):
         self._wait_for(lambda: bool(workers.streams) and not workers.joining)
         if workers.pool is None:
             self._prepare_local_engine(schedule)
-        # Only from here on are decisions made, so that all workers take part in the first ones.
+        # The schedule decides nothing before this, so that all workers take part in its first
+        # decisions.
         self._has_begun = True
         # The checkpoint may have rounds that were complete but not graded.
         for batch in tuple(self._prefetcher.rounds):
@@ -352,17 +353,21 @@ class AsyncBatches(WeightPublisher):
             # Loads nothing, but wakes the idle engine, which then calls `before_step`.
             stream.load(lambda: None, schedule.published, keeps_cache=True)
 
-    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+    def _wait_for(self, is_fulfilled: Callable[[], bool]) -> None:
         """Wait until a condition holds; meanwhile replace lost engines in other processes.
+
+        Args:
+            is_fulfilled: whether the condition holds.
 
         Raises:
             Exception: an error of the rollout.
         """
+        # Wake up regularly to look for lost and new engines in other processes.
         timeout_s = None if self._workers.pool is None else REFRESH_S
-        while self._error is None and not is_there():
+        while self._error is None and not is_fulfilled():
             self._refresh_streams()
             # `_refresh_streams` itself may have fulfilled the condition.
-            if not is_there():
+            if not is_fulfilled():
                 self._changed.wait(timeout_s)
         if self._error is not None:
             raise self._error

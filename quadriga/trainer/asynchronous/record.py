@@ -138,8 +138,8 @@ class RecordedSchedule(Schedule):
         while self._events and self._events[0]["at"] <= num_steps:
             event = self._events.popleft()
             for number, batch, row in event.get("start", ()):
-                # Groups that waited for the engine at the save are in the checkpoint, and were
-                # recorded when they joined it, after the save. They have begun above.
+                # A group that was waiting to start at the save is part of the checkpoint, so it has
+                # begun above, although the record has its start after the save.
                 if number not in self.groups:
                     self._begin(worker, self._recorded_group(number, batch, row))
             if "load" in event:
@@ -214,8 +214,8 @@ class RecordedVersions(RecordedSchedule):
             return True
         rows_before_round = row // size * size
         # A batch without groups has no entry.
-        started = self._batches.get(batch, Batch(0))
-        num_graded = started.num_rows - started.num_open
+        recorded_batch = self._batches.get(batch, Batch(0))
+        num_graded = recorded_batch.num_rows - recorded_batch.num_open
         return num_graded >= rows_before_round
 
     def _worker_with(self, version: int) -> int | None:

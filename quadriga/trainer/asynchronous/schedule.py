@@ -353,9 +353,9 @@ class Schedule:
         """State of the schedule for a checkpoint, as plain values.
 
         Returns:
-            `num_groups`; `groups`, a list [number, batch, row, pairs of a sample and its version,
-            unfinished samples, is_kept] for each group; and `batches`, by step, [num_wanted,
-            num_rows].
+            `num_groups`, the number of groups that have been started; `groups`, for each group
+            [number, batch, row, pairs of a sample and its version, unfinished samples, is_kept];
+            and `batches`, for each step [num_wanted, num_rows].
         """
         groups = []
         for group in self.groups.values():

@@ -125,14 +125,14 @@ class SimulatedWorker:
         self.stamp = 0
 
     @property
-    def seconds_each(self) -> float:
+    def decode_step_s(self) -> float:
         """Seconds of a decode step."""
         return self.costs.decode_s + self.costs.sequence_s * len(self.begins)
 
     def advance(self, now: float) -> None:
         """Decode up to a time."""
         if self.begins and not self.is_paused:
-            self.position += (now - self.now) / self.seconds_each
+            self.position += (now - self.now) / self.decode_step_s
             self.busy_s += now - self.now
         self.now = now
 
@@ -143,12 +143,13 @@ class SimulatedWorker:
             heapq.heappop(self.ends)
         if not self.ends or self.is_paused:
             return None
-        return self.now + max(0.0, self.ends[0][0] - self.position) * self.seconds_each
+        return self.now + max(0.0, self.ends[0][0] - self.position) * self.decode_step_s
 
     def tokens_by_version(self, begin: float, end: float) -> Counter[int]:
         """Tokens of each version in a sample that was decoded between two positions."""
         tokens = Counter()
-        # Each version is used up to the position at which the next one was loaded.
+        # Each version is used up to the position at which the next one was loaded, the last version
+        # without end.
         for (start, version), (stop, _) in pairwise([*self.versions, (float("inf"), 0)]):
             overlap = min(end, stop) - max(begin, start)
             if overlap > 0:
@@ -194,8 +195,8 @@ class Simulation:
         self.schedule.wants_batch()
         self.act()
         while self.events:
-            self.now, _, happen = heapq.heappop(self.events)
-            happen()
+            self.now, _, event = heapq.heappop(self.events)
+            event()
             # Decide only after all events at the same time.
             if not self.events or self.events[0][0] > self.now:
                 self.act()
@@ -206,9 +207,9 @@ class Simulation:
             self.now, 1 - self.train_s / self.now, 1 - busy_s / self.now, self.ages
         )
 
-    def after(self, seconds: float, happen: Callable[[], Any]) -> None:
+    def after(self, seconds: float, event: Callable[[], Any]) -> None:
         """Plan an event some seconds from now."""
-        heapq.heappush(self.events, (self.now + seconds, next(self.order), happen))
+        heapq.heappush(self.events, (self.now + seconds, next(self.order), event))
 
     def act(self) -> None:
         """Carry out the decisions of the schedule."""
@@ -224,16 +225,17 @@ class Simulation:
                     else:
                         self.awaited[worker] = version
                 case Resume(worker):
+                    # It no longer waits for weights.
                     self.awaited.pop(worker, None)
                     self.pause(worker, False)
                 case HandOver():
                     self.train(decision)
                 case Drop(group, _, running):
-                    # Its samples are aborted, which takes no time.
+                    # Its unfinished samples are aborted, which takes no time.
                     for number, sample in running:
                         self.workers[number].advance(self.now)
                         del self.workers[number].begins[group, sample]
-                        self.await_end(number)
+                        self.plan_next_end(number)
 
     def start(self, start: Start) -> None:
         """Start samples of a group on a worker."""
@@ -247,9 +249,9 @@ class Simulation:
             worker.begins[start.group, sample] = worker.position
             end = worker.position + float(lengths[sample])
             heapq.heappush(worker.ends, (end, start.group, sample))
-        self.await_end(start.worker)
+        self.plan_next_end(start.worker)
 
-    def await_end(self, number: int) -> None:
+    def plan_next_end(self, number: int) -> None:
         """Plan the end of a worker's next sample; this replaces the event that was planned."""
         # With a new stamp, `ended` ignores the earlier event.
         worker = self.workers[number]
@@ -269,7 +271,8 @@ class Simulation:
         worker.position = max(worker.position, end)
         tokens = worker.tokens_by_version(worker.begins.pop((group, sample)), end)
         self.tokens.setdefault(group, Counter()).update(tokens)
-        self.await_end(number)
+        self.plan_next_end(number)
+        # `min(tokens)` is the oldest version in the sample. True: the sample completes its group.
         if self.schedule.ended(number, group, sample, min(tokens)):
             batch, row = self.places[group]
             rewards_s = self.workload.reward_s[batch]
@@ -287,7 +290,7 @@ class Simulation:
         """Begin or end the pause of a worker."""
         self.workers[number].advance(self.now)
         self.workers[number].is_paused = is_paused
-        self.await_end(number)
+        self.plan_next_end(number)
 
     def loaded(self, number: int, version: int) -> None:
         """Event: a worker has loaded weights."""
@@ -316,6 +319,7 @@ class Simulation:
     def trained(self, step: int) -> None:
         """Event: a step is done. Publish its weights, and ask for the next batch."""
         if step == self.rules.num_steps:
+            # The run is over: without events, `run` returns.
             self.events.clear()
             return
         if self.rules.publishes(step):
@@ -361,6 +365,7 @@ def fit_recorded_run(
     fitted = replace(
         costs, decode_s=decode_s, sequence_s=sequence_s, step_s=step_s, token_s=token_s
     )
+    # For each simulated step, the recorded one that it repeats.
     repeated = [step % len(lines) for step in range(num_steps)]
     rewards_s = np.repeat([[line.get("reward_s", 0.0)] for line in lines], lengths.shape[1], 1)
     return Workload(lengths[repeated], rewards_s[repeated]), fitted
@@ -428,12 +433,12 @@ def advice(
     choices.append(configured)
     outcomes = {}
     for bound, train in choices:
-        bounded = replace(rules, max_staleness=bound)
+        variant = replace(rules, max_staleness=bound)
         # In lockstep, a step waits for its own whole batch.
         if bound == 0:
-            bounded = replace(bounded, on_stale="wait", part_size=0)
+            variant = replace(variant, on_stale="wait", part_size=0)
         num_workers = (total - train) // size
-        outcomes[bound, train] = Simulation(bounded, workload, costs, num_workers, train).run()
+        outcomes[bound, train] = Simulation(variant, workload, costs, num_workers, train).run()
 
     lockstep_s = outcomes[0, num_train].seconds
     for name, choice in {"this": configured, "recommended": _recommended_choice(outcomes)}.items():
@@ -481,6 +486,8 @@ def _splits(num_train: int, total: int, size: int) -> set[int]:
 
 def _recommended_choice(outcomes: Mapping[tuple[int, int], SimulationResult]) -> tuple[int, int]:
     """Choose the least staleness with which a run is about as fast as the fastest one (`NEAR`).
+
+    Of the splits of the ranks with this staleness, the fastest is chosen.
 
     Args:
         outcomes: results by `max_staleness` and number of training ranks.

@@ -46,7 +46,7 @@ STATE = (
 class Snapshot:
     """Collects the state of generation from the schedule, the prefetcher and the workers.
 
-    Workers report their unfinished responses at different times, each between two steps of its
+    Each worker reports its unfinished responses at a time of its own, between two steps of its
     engine. The state is taken when the last one has reported. `AsyncBatches` holds its lock when it
     uses this class.
 
