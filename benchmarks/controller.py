@@ -106,6 +106,15 @@ class NoBackendGroup(WorkerGroup[IdleWorker]):
         """The outputs."""
         return list(handles)
 
+    @staticmethod
+    def first_outcomes(handles: Sequence[Any]) -> dict[Any, Any]:
+        """No step waits for single calls."""
+        raise NotImplementedError
+
+    def restart(self, rank: int) -> None:
+        """No worker is ever lost."""
+        raise NotImplementedError
+
 
 def make_batch(rows: int) -> DataProto:
     """One column, so that a rank has something to take and to give."""

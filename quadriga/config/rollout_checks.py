@@ -161,7 +161,7 @@ def check_multi_turn(config: Config) -> Findings:
     """Yield contradictions between keys about turns, agents and `mode`, and missing files."""
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
-    # A user's agent loop may take several turns without `multi_turn`.
+    # A loop of the user's own may take several turns even without `multi_turn`.
     may_take_turns = turns.enable or rollout.agent.agent_loop_path is not None
     is_single_turn = rollout.mode == "sync" or not may_take_turns
     if config.actor_rollout_ref.actor.echo_coeff and is_single_turn:
@@ -178,7 +178,6 @@ def check_multi_turn(config: Config) -> Findings:
     if turns.enable:
         yield from _check_tools(config)
         return
-    # Without `multi_turn` an agent loop takes one turn.
     loop = rollout.agent.default_agent_loop
     if loop == "tool_agent":
         yield ConfigError(

@@ -278,7 +278,9 @@ class ChatEncoder:
                     fix="Remove it: keys of `data` set how prompts are tokenized, cut and padded.",
                 )
         self.tokenizer = tokenizer
-        self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
+        # A prompt whose last turn is continued opens no other one.
+        opens_turn = not template_kwargs.get("continue_final_message", False)
+        self.template_kwargs = {"add_generation_prompt": opens_turn, **template_kwargs}
         # The model continues a turn at the end, unless the user has set how prompts end.
         ending_keys = {"add_generation_prompt", "continue_final_message"}
         self._may_continue = ending_keys.isdisjoint(template_kwargs)
@@ -305,12 +307,16 @@ class ChatEncoder:
             DataError: the template refuses the messages, or leaves one of them out.
         """
         arguments = {**self.template_kwargs, **options}
-        is_continued = self.continues(messages)
         if tools:
-            # Agent loops decide themselves how a prompt ends, and do not follow `template_kwargs`.
+            # Only agent loops have tools. How their prompts end does not depend on
+            # `template_kwargs`.
             arguments["tools"] = list(tools)
             arguments["add_generation_prompt"] = options.get("add_generation_prompt", True)
+            arguments["continue_final_message"] = options.get("continue_final_message", False)
             is_continued = ends_with_assistant(messages)
+        else:
+            # False if `template_kwargs` say how the prompt ends.
+            is_continued = self.continues(messages)
         # The last turn stays open, unless the caller says how the text is to end.
         if is_continued and "add_generation_prompt" not in options:
             arguments |= CONTINUING

@@ -180,12 +180,11 @@ def _gradients_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute a tile [TOKENS, ROWS] of `logit_gradients`."""
+    """Compute a tile [TOKENS, ROWS] of `logit_gradients`; `scale` is 1 / temperature."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < num_tokens
     target_row = tl.load(target_rows + tokens, mask=is_token, other=-1)
-    outer = tl.load(grad_log_probs + tokens, mask=is_token, other=0.0)
     z = _logits(
         hidden,
         weight,
@@ -204,15 +203,15 @@ def _gradients_kernel(
         COLUMNS,
     )
     log_p = z - tl.load(normalizer + tokens, mask=is_token, other=0.0)[:, None]
-    # g onehot_t - p (g + h (log p + H)), with g the gradient of the log-prob (`outer`), and h that
-    # of the entropy (`height`).
-    slope = tl.zeros((TOKENS, ROWS), dtype=tl.float32) + outer[:, None]
+    # g onehot_t - p (g + h (log p + H)), with g the gradient of the log-prob, h that of the entropy.
+    g = tl.load(grad_log_probs + tokens, mask=is_token, other=0.0)
+    factor_of_p = tl.zeros((TOKENS, ROWS), dtype=tl.float32) + g[:, None]
     if WITH_ENTROPY:
-        height = tl.load(grad_entropy + tokens, mask=is_token, other=0.0)
+        h = tl.load(grad_entropy + tokens, mask=is_token, other=0.0)
         entropies = tl.load(entropy + tokens, mask=is_token, other=0.0)
-        slope += height[:, None] * (log_p + entropies[:, None])
+        factor_of_p += h[:, None] * (log_p + entropies[:, None])
     is_target = rows[None, :] == target_row[:, None]
-    grad = tl.where(is_target, outer[:, None], 0.0) - tl.exp(log_p) * slope
+    grad = tl.where(is_target, g[:, None], 0.0) - tl.exp(log_p) * factor_of_p
     addresses = result + tokens[:, None].to(tl.int64) * num_rows + rows[None, :]
     mask = is_token[:, None] & (rows[None, :] < num_rows)
     tl.store(addresses, (grad * scale).to(result.dtype.element_ty), mask=mask)

@@ -138,8 +138,9 @@ def require_scoring_model(path: str | Path, model: PreTrainedModel, missing: lis
         files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
         names = sorted(file.name for file in files)
         place = f"in {', '.join(names)}" if names else "among its weights"
-        if any(name.startswith("score.") for name in missing):
-            got = f"no classification head: {missing[0]} is not {place}"
+        missing_of_head = [name for name in missing if name.startswith("score.")]
+        if missing_of_head:
+            got = f"no classification head: {missing_of_head[0]} is not {place}"
             expected = "a head to score with"
         else:
             got = f"no weights for {len(missing)} parameters: {missing[0]} is not {place}"

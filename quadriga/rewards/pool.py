@@ -160,7 +160,7 @@ class GradingRound:
         num_samples = len(self._outcomes)
         text = f"{num_samples - self._num_remaining} of {num_samples} graded, {self._num_failed} failed"
         if self.timeout_s is not None:
-            text += f", {len(busy_s)} in work"
+            text += f", {len(busy_s)} in progress"
             if busy_s:
                 text += f", the longest for {max(busy_s):.0f} s (limit {self.timeout_s:g} s)"
         return text

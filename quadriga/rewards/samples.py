@@ -284,7 +284,7 @@ def _check_columns(data: DataProto, reward_fn_key: str, *, needs_truths: bool) -
 
 
 def _extra_info(columns: Mapping[str, Any], row: int) -> Any:
-    """A row's `extra_info`, with the `CONVERSATION_COLUMNS` that the batch has added to it."""
+    """A row's `extra_info`, together with those of the `CONVERSATION_COLUMNS` that the batch has."""
     extra_info = columns["extra_info"][row] if "extra_info" in columns else None
     if extra_info is None:
         extra_info = {}

@@ -219,8 +219,6 @@ def list_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def flat_values(column: pa.ChunkedArray) -> np.ndarray:
     """Concatenated values of all lists of a column, in float64."""
     values = column.combine_chunks().flatten()
-    if isinstance(values, pa.ChunkedArray):
-        values = values.combine_chunks()
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype=np.float64)
 
 

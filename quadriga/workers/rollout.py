@@ -78,7 +78,7 @@ class RolloutWorker(Worker):
         return self._make_generator()
 
     def _make_generator(self) -> ResponseGenerator:
-        """Build an engine, with weights of its own, and its generator."""
+        """Build a generator with an engine that has its own weights."""
         model_dtype = self.config.actor_rollout_ref.actor.fsdp_config.model_dtype
         size = rollout_group_size(self.config)
         group = None

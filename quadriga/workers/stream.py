@@ -450,13 +450,16 @@ class ServedStream(GenerationStream):
             version: version of the weights.
             weights: see `load`. None: keep the older weights.
         """
-        # `weights.get` waits here, in the thread of the driver's call, so that the engine need not
-        # wait for them. The new future only holds the complete shares.
-        received = None if weights is None else DataProtoFuture(list, weights.get(), resolve=list)
+        received = None
+        if weights is not None:
+            # Wait here, in the thread of the driver's call, so that the engine need not wait.
+            shares = weights.get()
+            # A complete future, whose `get` returns the shares.
+            received = DataProtoFuture(list, shares, resolve=list)
+        is_member = self._following is not None
         with self._changed:
-            # None is for the leader, which then keeps its weights. Members load only when the
-            # leader loads, so they never ask for this version.
-            if received is not None or self._following is None:
+            # A member of a group loads only what its leader loads. It would never take out a None.
+            if received is not None or not is_member:
                 self._new_weights[version] = received
             self._changed.notify_all()
 

@@ -275,6 +275,8 @@ class PartialWeights:
         Returns:
             An iterator over names and tensors.
         """
+        # The last stage's copies of parameters of the first stage are left out: the first stage
+        # broadcasts them.
         specs = self.shard_specs.items()
         local_names = {spec.name: name for name, spec in specs if not spec.is_copy}
         device = self.processes.world.device
@@ -285,7 +287,7 @@ class PartialWeights:
             elif full_name in self.buffers:
                 tensor = self.buffers[full_name].clone()
             else:
-                # Another stage holds it, and broadcasts it below.
+                # Its stage broadcasts it below.
                 dtype = parameter.dtype or self.dtype
                 tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
             if self.processes.layout.pp > 1:

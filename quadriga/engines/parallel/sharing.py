@@ -304,6 +304,10 @@ _REVERSE: dict[_Collective, _Collective] = {
 class _JoinOutputs(torch.autograd.Function):
     """Join the outputs of all ranks, each with its indices, to [size, ...] on all ranks.
 
+    Arguments of `apply`: the indices of this rank's outputs in the result; `size`; the groups whose
+    ranks have different indices, tp before sp (ranks with equal outputs are in none of them); and
+    this rank's outputs.
+
     All ranks compute the same loss of the result. Therefore the backward pass needs no collective:
     a rank's own gradient at its indices is the full gradient of its outputs.
     """
@@ -315,7 +319,7 @@ class _JoinOutputs(torch.autograd.Function):
         ctx.save_for_backward(indices)
         outputs = values.new_zeros(size, *values.shape[1:])
         outputs[indices] = values
-        # At these indices, all other ranks have zeros.
+        # Summing joins them, since only one rank is not zero at an index: first over tp, then over sp.
         for group in groups:
             dist.all_reduce(outputs, group=group)
         return outputs

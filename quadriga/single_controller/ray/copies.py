@@ -347,9 +347,9 @@ class StateCopies:
         for node in nodes:
             keeper = self._keepers.pop(node)
             if node == HERE:
-                keeper.make({})
+                keeper.make({})  # replaces the memory of this process by none
             else:
-                ray.kill(keeper)
+                ray.kill(keeper)  # the process takes its memory along
 
     def _call(self, node: str, method: str, *args: Any) -> Any:
         """Call a method of a node's keeper, and wait for the result. Starts a missing keeper.

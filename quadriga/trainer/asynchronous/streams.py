@@ -46,7 +46,7 @@ class RemoteStream:
         weight_version: version of the last weights that were loaded; -1 if none were.
         is_over: set to end the listening thread.
         error: error that ended the stream; None if it has not ended.
-        has_ended: whether any group has ended.
+        has_completed_group: whether any group has ended.
         thread: the listening thread.
     """
 
@@ -58,7 +58,7 @@ class RemoteStream:
         self.weight_version = -1
         self.is_over = False
         self.error: BaseException | None = None
-        self.has_ended = False
+        self.has_completed_group = False
         self._group = copy(group).use_ranks(ranks)
         self._done = done
         self._pauses = pauses
@@ -172,7 +172,7 @@ class RemoteStream:
             future.set_result(0)
         elif number in self._open:
             self._open.discard(number)
-            self.has_ended = True
+            self.has_completed_group = True
             self._done(number, lambda: value)
         # The engine has paused for this event. The callbacks have returned, so it continues.
         if self._pauses:
@@ -215,14 +215,15 @@ class StreamPool(RolloutPool):
         lost = [stream for stream in self._streams.values() if stream.error is not None]
         # An engine that has completed a group works: if it is lost, it is restarted without a pause.
         for stream in self._streams.values():
-            if stream.has_ended:
+            if stream.has_completed_group:
                 self._restarts.reset_pause(stream.rank)
         for stream in lost:
             assert stream.error is not None
             del self._streams[stream.rank]
-            self._drop_engine(stream.rank, stream.error)
+            self._drop_engine(stream.rank, stream.error)  # raises it if the run cannot go on
         self._add_restarted_engines()
         new = []
+        # The first rank of each group leads it.
         for rank in self._rollout.ranks[:: self._group_size]:
             if rank not in self._streams:
                 ranks = range(rank, rank + self._group_size)

@@ -171,6 +171,7 @@ PREFILLED = [{"role": "user", "content": "w1"}, {"role": "assistant", "content":
             "<user>w1<eos><assistant>It is <eos><assistant>",
         ),
         (PREFILLED, {"add_generation_prompt": False}, "<user>w1<eos><assistant>It is <eos>"),
+        (PREFILLED, {"continue_final_message": True}, "<user>w1<eos><assistant>It is "),
     ],
 )
 def test_a_prompt_that_ends_with_the_assistant_is_continued(
@@ -178,6 +179,18 @@ def test_a_prompt_that_ends_with_the_assistant_is_continued(
 ):
     encoder = ChatEncoder(make_tokenizer(template=CLOSED), options)
     assert encoder.render(messages, where="row") == text
+
+
+def test_prompts_of_agent_loops_end_as_the_loops_decide(make_tokenizer):
+    """Arguments of the template that say how a prompt ends do not change prompts with tools."""
+    for ending in ("continue_final_message", "add_generation_prompt"):
+        for value in (True, False):
+            encoder = ChatEncoder(make_tokenizer(template=CLOSED), {ending: value})
+            texts = [
+                encoder.render(messages, where="row", tools=[{"name": "f"}])
+                for messages in (PREFILLED[:1], PREFILLED)
+            ]
+            assert texts == ["<user>w1<eos><assistant>", "<user>w1<eos><assistant>It is "]
 
 
 def test_a_call_of_a_tool_is_not_continued(make_tokenizer):

@@ -223,11 +223,11 @@ def test_close_ends_a_round_under_way_in_another_thread(file):
 
     thread = threading.Thread(target=grade)
     thread.start()
-    while "1 in work" not in grading.progress():
+    while "1 in progress" not in grading.progress():
         time.sleep(0.01)
     # However busy the machine is: the seconds are not compared.
     assert re.fullmatch(
-        r"0 of 1 graded, 0 failed, 1 in work, the longest for \d+ s \(limit 60 s\)",
+        r"0 of 1 graded, 0 failed, 1 in progress, the longest for \d+ s \(limit 60 s\)",
         grading.progress(),
     )
     pool.close()
@@ -277,11 +277,11 @@ def test_a_round_that_was_begun_goes_on_by_itself(file):
         begun = pool.begin(rows(*range(20)), timeout_s=GRADED_S)
         deadline = time.monotonic() + SOON_S
         while (
-            begun.progress() != "20 of 20 graded, 0 failed, 0 in work"
+            begun.progress() != "20 of 20 graded, 0 failed, 0 in progress"
             and time.monotonic() < deadline
         ):
             time.sleep(0.01)
-        assert begun.progress() == "20 of 20 graded, 0 failed, 0 in work"
+        assert begun.progress() == "20 of 20 graded, 0 failed, 0 in progress"
         assert [outcome.score for outcome in begun.result()] == list(range(20))
 
 
@@ -289,11 +289,11 @@ def test_a_round_that_is_cancelled_leaves_nothing_and_the_pool_goes_on(file):
     with GradingPool(ScoreFunction(file), num_workers=2) as pool:
         before = {outcome.extra["pid"] for outcome in pool.grade(rows(1, 2, 3), timeout_s=GRADED_S)}
         begun = pool.begin(rows("sleep", "hang", "hang"), timeout_s=GRADED_S)
-        while "2 in work" not in begun.progress():
+        while "2 in progress" not in begun.progress():
             time.sleep(0.01)
         begun.cancel()
         assert_ended(before)
-        assert begun.progress() == "0 of 3 graded, 0 failed, 0 in work"
+        assert begun.progress() == "0 of 3 graded, 0 failed, 0 in progress"
         with pytest.raises(RewardError, match=r"cancel\(\)"):
             begun.result()
         (again,) = pool.grade(rows(5), timeout_s=GRADED_S)
@@ -305,7 +305,7 @@ def test_a_round_may_be_cancelled_before_its_turn(file):
     with GradingPool(ScoreFunction(file), num_workers=1) as pool:
         pool.start()
         first = pool.begin(rows("sleep"), timeout_s=1.0)
-        while "1 in work" not in first.progress():
+        while "1 in progress" not in first.progress():
             time.sleep(0.01)
         second = pool.begin(rows("hang"), timeout_s=GRADED_S)
         second.cancel()

@@ -31,7 +31,7 @@ class Given(RayPPOTrainer):
         self.needs = SimpleNamespace(old_log_probs=False)
         batch.batch["position_ids"] = batch.batch["input_ids"] = batch.batch["attention_mask"]
         self.timer, self.metrics = PhaseTimer(), {}
-        self.progress = SimpleNamespace(initial=0)
+        self.initial_steps = 0
         self.memory = EstimatorMemory()
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.estimator = choose_estimator("grpo", {}, dict(config.algorithm)).function
