@@ -416,18 +416,19 @@ class _TokenScoresFunction(torch.autograd.Function):
 def _combine_parts(parts: Tensor) -> Tensor:
     """Combine the statistics of P parts of a vocabulary: [P, 3 + K, M] to [3 + K, M].
 
-    With w the share of a part, H = sum of w H_part - w log w, and the squares are the sum of
-    w^2 squares_part. The normaliser of an empty part is -inf, and so is the logit of a target that
+    With w the share of a part, H = sum of (w H_part - w log w), and the squares are the sum of
+    w^2 squares_part. The normalizer of an empty part is -inf, and so is the logit of a target that
     is not in a part.
     """
-    normalizers, entropies, target_logit, squares, *other_target_logits = parts.unbind(1)
+    normalizers, entropies, target_logits, squares, *other_target_logits = parts.unbind(1)
     normalizer = normalizers.logsumexp(0)  # [M]
     shares = (normalizers - normalizer).exp()  # [P, M]
     entropy = (shares * entropies + torch.special.entr(shares)).sum(0)
     squares = (shares.square() * squares).sum(0)
     # Only the part that has a target has its logit; all other parts have -inf.
     other_target_logits = [logits.amax(0) for logits in other_target_logits]
-    return torch.stack([normalizer, entropy, target_logit.amax(0), squares, *other_target_logits])
+    target_logit = target_logits.amax(0)
+    return torch.stack([normalizer, entropy, target_logit, squares, *other_target_logits])
 
 
 def _gather_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

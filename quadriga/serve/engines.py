@@ -12,7 +12,7 @@ An engine whose queue is closed gives calls back. They wait for another engine, 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from threading import Condition, Thread
 from typing import TypeAlias
@@ -158,20 +158,21 @@ class Engines:
             line.running[call.number] = call
         return calls
 
-    def _settle_calls(self, line: EngineLine, outcomes: Iterable[tuple[int, Outcome]]) -> None:
+    def _settle_calls(self, line: EngineLine, outcomes: Sequence[tuple[int, Outcome]]) -> None:
         """Pass the outcomes of calls to their futures. The caller holds the lock.
 
         Args:
             line: the engine.
-            outcomes: numbers of calls, with their outcomes. None: the engine gives the call back, which
-                waits for an engine again.
+            outcomes: numbers of calls, with their outcomes. None: the engine gives the call back, and
+                the call waits for an engine again.
         """
-        for number, outcome in outcomes:
+        # Backwards, because each call that waits again is put in front of the others.
+        for number, outcome in reversed(outcomes):
             call = line.running.pop(number, None)
             if call is None:  # cancelled
                 continue
             if outcome is None:
-                # In front of the queue, because the call has waited longest.
+                # These calls have waited longest.
                 self._waiting.appendleft(call)
                 continue
             future = self._futures.pop(number)

@@ -80,7 +80,7 @@ class Fields:
             default: the object if the field is missing or null. None: the field is required.
 
         Raises:
-            CallError: the field is missing without a default, or no object.
+            CallError: the field is missing without a default, or is not an object.
         """
         if default is None:
             return Fields(self.need(name, "an object"), self.where(name))

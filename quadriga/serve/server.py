@@ -65,7 +65,7 @@ class PolicyServer:
     def limits(self) -> str:
         """The server's limits, in words."""
         return (
-            f"a body of {MAX_BODY_BYTES >> 20} MB, headers of {MAX_HEADER_BYTES >> 10} KB, "
+            f"a body of {MAX_BODY_BYTES >> 20} MiB, headers of {MAX_HEADER_BYTES >> 10} KiB, "
             f"{MAX_CALLS} calls in flight, {self.app.timeout_s:g} s for each; "
             f"{self.app.policy.max_model_len} tokens of prompt and response"
         )

@@ -506,7 +506,7 @@ def _check_rows(manager: RewardManager, dataset: Any) -> None:
     # A user's class may change the rows of the files, so they cannot be checked in advance.
     if getattr(type(dataset), "__getitem__", None) is not RLHFDataset.__getitem__:
         return
-    # Each column yields pairs of a row's place and its value.
+    # Each column yields pairs: the place of a row, and the row's value.
     sources = dataset.column(dataset.config.reward_fn_key)
     truths = dataset.column("reward_model")
     rows = (

@@ -184,7 +184,7 @@ class TrainingLoop:
         return source is not None
 
     def _attach_copies(self) -> str:
-        """Start to keep copies of the state in memory. Returns their kind, or why there are none."""
+        """Start to keep copies of the state in memory. Returns a text about them for the log."""
         for part in self.resumable.values():
             obstacle = getattr(part, "resume_obstacle", "")
             if obstacle:

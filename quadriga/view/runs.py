@@ -245,6 +245,7 @@ class Runs:
                     name = inner if inner != "." else root.resolve().name
                     run = ViewedRun(directory, name)
                     self._runs[directory] = run
+                # Another run may have the name.
                 if names.get(run.name, run) is not run:
                     run.name = str(directory)
                 names[run.name] = run

@@ -403,7 +403,7 @@ class ActorRolloutRefWorker(Learner):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def copy_weights(self) -> WeightCopy:
-        """Copy the actor's current weights in the dtype of the rollout, with an adapter merged.
+        """Copy the actor's current weights in its compute dtype, with an adapter merged.
 
         Returns:
             This rank's share of the copy, on the device of a rollout in this process or the CPU;

@@ -567,7 +567,7 @@ class _Shell:
         """
         match = _PARAMETER.fullmatch(inner)
         if match is None:
-            raise _Unknown(f"${{{inner}}} is more than is read here (line {self._line})")
+            raise _Unknown(f"${{{inner}}} has a form that is not supported (line {self._line})")
         name, all_elements, colon, action, word = match.groups()
         value = self._variables.get(name)
         # With a colon, an empty value counts as missing.
@@ -610,7 +610,7 @@ class _Shell:
             expression = ast.parse(self._expand_to_text(filled).strip(), mode="eval")
             return str(evaluate(expression.body))
         except (SyntaxError, ZeroDivisionError) as error:
-            text = f"$(({inner})) is more than is read here (line {self._line})"
+            text = f"$(({inner})) has a form that is not supported (line {self._line})"
             raise _Unknown(text) from error
 
     def _command_output(self, inner: str) -> str:

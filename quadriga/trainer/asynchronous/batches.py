@@ -430,7 +430,7 @@ class AsyncBatches(WeightPublisher):
 
     @contextmanager
     def _handling_event(self) -> Iterator[None]:
-        """Context manager: report an event to the schedule in another thread than the trainer's.
+        """Context manager for threads other than the trainer's: its body reports an event.
 
         On exit, the decisions that follow from the event are carried out. An error is not raised
         here, but stored for the trainer's thread.

@@ -89,7 +89,7 @@ def test_a_script_is_read_as_a_shell_reads_it() -> None:
             ["X is set in line 1, under a condition that is not decided here"],
         ),
         ("X=$(nvidia-smi -L)\nrun $X", ["$(nvidia-smi -L) is not run here (line 1)"]),
-        ("X=a\nrun ${X%%b}", ["${X%%b} is more than is read here (line 2)"]),
+        ("X=a\nrun ${X%%b}", ["${X%%b} has a form that is not supported (line 2)"]),
         ("run a\nrun X=(a)", ["X=(...) is an argument of a command (line 2)"]),
         ("exit 1\nrun a", ["the script ends in line 1, before this command"]),
         (
