@@ -203,7 +203,7 @@ def start_beside(
         f"from quadriga.descendants import {function} as call; call(*{arguments!r})"
     )
     command = [sys.executable, "-S", "-c", program, *map(str, sys.path), _PACKAGE_FOLDER]
-    # Without site, the import hook of an editable installation does not find verl's names.
+    # Without site, the import hook of an editable installation does not find quadriga_verl's names.
     environment = {**os.environ, "QUADRIGA_VERL": "0"}
     return subprocess.Popen(
         command,

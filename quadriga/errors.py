@@ -97,7 +97,7 @@ class DataError(QuadrigaError):
 class ProtocolError(QuadrigaError, AssertionError):
     """A DataProto is inconsistent, or two of them do not fit together.
 
-    It is also an AssertionError, because verl's DataProto raises those.
+    It is also an AssertionError, which users' code expects of a DataProto.
     """
 
 

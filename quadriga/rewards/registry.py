@@ -230,7 +230,7 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
         ConfigError: the manager's file cannot be imported, or its options are wrong.
     """
     cls = get_reward_manager_cls(config.reward_model.reward_manager)
-    # Classes that are written for verl take the tokenizer first, and cannot be used as they are.
+    # Classes with another contract take the tokenizer first, and cannot be used as they are.
     if next(iter(signature(cls).parameters), "") == "tokenizer":
         raise RewardError(
             f"reward manager {cls.__qualname__}",

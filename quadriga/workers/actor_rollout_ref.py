@@ -245,7 +245,7 @@ class ActorRolloutRefWorker(Learner):
             with_sum_pi_squared=with_sum_pi_squared,
             with_routes=self.section.router_replay == "old_log_prob",
         )
-        # The columns' names are verl's.
+        # Columns of a batch have these names (docs/batch_fields.md).
         scores["old_log_probs"] = scores.pop("log_probs")
         scores["entropys"] = scores.pop("entropy")
         return DataProto.from_dict(tensors=scores)

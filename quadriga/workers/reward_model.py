@@ -354,7 +354,7 @@ def choose_tokenizer(
     if model.input_tokenizer != "auto":
         source = _load_tokenizer(model.input_tokenizer, _KEY, model.trust_remote_code)
         if source.get_vocab() != policy.get_vocab():
-            # As in verl, this tokenizer decodes the responses, so it must be the policy's.
+            # This tokenizer decodes the responses, so it must be the policy's.
             raise ConfigError(
                 _KEY,
                 got=f"'{model.input_tokenizer}', whose vocabulary is not that of the run's "

@@ -145,7 +145,7 @@ class Conversation:
     finish_reason: str = ""  # why the conversation ended; "" while it goes on
     failure: str = ""  # the error that ended it; "" without an error
     activity: str = "not begun"  # current activity, for reports on long waits; "" after the end
-    # Rewards of tools by name. A loop written for verl gives a list with the reward of each call.
+    # Rewards of tools by name. A loop that an `AgentLoop` wraps may give those of the calls in a list.
     tool_rewards: dict[str, float] | list[float] = field(default_factory=dict)
     turn_scores: list[float] = field(default_factory=list)  # scores of a user simulator, in order
     # Experts of the tokens that the model has read, [tokens, L, k] from the prompt on. None: unknown.

@@ -149,7 +149,7 @@ def load_loops(path: str) -> None:
     for entry in entries:
         place = f"{where}, {entry.name}"
         user_class = load_class(entry.target, file.parent, object, place)
-        # A class written for verl has this attribute, the `AgentLoop` that wraps the class.
+        # A class with another contract has this attribute, the `AgentLoop` that wraps the class.
         cls = getattr(user_class, "quadriga_form", user_class)
         if not issubclass(cls, AgentLoop):
             raise ConfigError(place, got=entry.target, expected="a subclass of AgentLoop")
