@@ -428,9 +428,9 @@ class Generation:
             started: the requests that start, in the order of their slots.
             first: slot of the first of them.
         """
-        # On the host, because `unique` waits for the device.
-        places = torch.tensor(self._prefix_places(started))
-        unique_places, rows = places.unique(return_inverse=True)
+        # On the host, because torch's `unique` waits for the device.
+        places = self._prefix_places(started)
+        unique_places, rows = map(torch.from_numpy, np.unique(places, return_inverse=True))
         hidden = self.prefixes.last_hidden[unique_places.to(self.device)]
         logits = self.network.logits(hidden)  # [U, V]
         rules = SamplingRules.from_params([request.sampling for request in started], self.device)
