@@ -20,7 +20,7 @@ def test_what_the_server_says_of_itself(at_server: SGLangEngine) -> None:
 
 def test_a_server_whose_limit_is_too_low(process) -> None:
     """It would cut answers."""
-    with pytest.raises(RolloutError, match="--context-length 1008, expected .* more than 1008"):
+    with pytest.raises(RolloutError, match=r"--context-length 1008, expected .* more than 1008"):
         SGLangServer(process[0], max_model_len=1008)
 
 
